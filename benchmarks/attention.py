@@ -1,4 +1,4 @@
-"""Attention with position biases on the CPU against attention without any: time, and memory in a process of its own.
+"""Time and peak memory of attention with position biases on a CPU, relative to attention without a bias.
 
     python benchmarks/attention.py --only toeplitz fire     # about ten minutes on two cores
     python benchmarks/attention.py --only pruned --checkpoint CHECKPOINT --data data-bin/stdlib
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from fairseq_rpe.attention import Plan, sdpa
+from fairseq_rpe.attention import AttentionPlan, sdpa
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 
@@ -48,19 +48,19 @@ Way = Callable[[], Tensor]
 
 
 def dense_bias(table: Tensor) -> Tensor:
-    """(H, n) -> (1, H, n, n) with -inf above the diagonal."""
+    """Return a Toeplitz bias table (H, n) as (1, H, n, n) with -inf above the diagonal."""
     n = table.shape[1]
     distance = torch.arange(n)[:, None] - torch.arange(n)[None]
     return table[:, distance.clamp_min(0)].masked_fill(distance < 0, float("-inf"))[None]
 
 
 def toeplitz(n: int, learned: bool) -> dict[str, Way]:
-    """Functions that compute the attention output, by name; with ``learned`` they are differentiable."""
+    """Return functions that compute the attention output, by name; differentiable if ``learned``."""
     q, k, v = (torch.randn(1, HEADS, n, WIDTH, requires_grad=learned) for _ in range(3))
     encoding, pos = build("kerple_log" if learned else "alibi", HEADS, HEADS * WIDTH), Positions.arange(n)
     found = {
         "none": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.position_bias(pos))),
+        "here": lambda: sdpa(q, k, v, AttentionPlan(pos, encoding.position_bias(pos))),
     }
     if n <= DENSE_LIMIT:
         fixed = None if learned else dense_bias(encoding.position_bias(pos).table)
@@ -82,7 +82,7 @@ def fire(n: int, listing: bool) -> dict[str, Way]:
 
     found = {
         "none": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.position_bias(pos))),
+        "here": lambda: sdpa(q, k, v, AttentionPlan(pos, encoding.position_bias(pos))),
     }
     return {**found, "listing": whole} if listing else found
 
@@ -92,24 +92,24 @@ def pruned(qkv: tuple[Tensor, Tensor, Tensor], eps: float) -> dict[str, Way]:
     encoding, pos = build("alibi", HEADS, HEADS * q.shape[3]), Positions.arange(q.shape[2])
     return {
         "none": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.position_bias(pos))),
-        "pruned": lambda: sdpa(q, k, v, Plan(pos, encoding.position_bias(pos), prune=eps)),
+        "here": lambda: sdpa(q, k, v, AttentionPlan(pos, encoding.position_bias(pos))),
+        "pruned": lambda: sdpa(q, k, v, AttentionPlan(pos, encoding.position_bias(pos), prune=eps)),
     }
 
 
 @functools.cache
 def trained(n: int, checkpoint: Path, data: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (1, HEADS, n, D) of a trained model that reads the first n tokens of the training split."""
+    """Return q, k, v (1, HEADS, n, D) of a trained model on the first n tokens of the training split."""
     from fairseq_rpe.evaluation import log_to
 
     log_to(None)  # before fairseq is imported
     from fairseq_rpe.evaluation import loading
-    from fairseq_rpe.evaluation.records import Overrides
+    from fairseq_rpe.evaluation.records import EvalOverrides
 
-    model, task = loading.load(checkpoint, Overrides(device="cpu"), data)
+    model, task = loading.load_model(checkpoint, EvalOverrides(device="cpu"), data)
     heads: list[tuple[Tensor, ...]] = []
 
-    def keep(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    def keep(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
         heads.append((q, k, v))
         return sdpa(q, k, v, plan, dropout)
 
@@ -155,7 +155,7 @@ def run(way: Way, backward: bool) -> Tensor:
 
 
 def measure(found: dict[str, Way], backward: bool, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way, all taken in turns after one that does not count; a way of more than 20 s is run twice."""
+    """Return seconds of each implementation, timed in rotation after a warm-up; those above 20 s are run twice."""
     times: dict[str, list[float]] = {name: [] for name in found}
     for turn in range(repeats + 1):
         for name, way in found.items():
@@ -169,12 +169,12 @@ def measure(found: dict[str, Way], backward: bool, repeats: int) -> dict[str, li
 
 
 def peak(case: dict[str, Any], name: str, args: argparse.Namespace) -> None:
-    """Print the MiB of q, k, v and all that one way needs beyond them; for a process of its own."""
+    """Print the peak memory in MiB of one implementation, including q, k and v; runs in a separate process."""
     with torch.set_grad_enabled(case["backward"]):
         way = ways(case, args)[name]
         small = ways({**case, "part": "toeplitz" if case["part"] == "pruned" else case["part"], "length": 600}, args)
     run(small.get(name, small["here"]), case["backward"])  # code is loaded on first use
-    machine.forget_peak()
+    machine.reset_peak()
     before = machine.status("VmRSS")
     out = run(way, case["backward"])
     inputs = 3 * HEADS * case["length"] * out.shape[3] * out.element_size()
@@ -205,7 +205,7 @@ def rows(case: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def errors(args: argparse.Namespace, n: int) -> dict[str, str]:
-    """Largest difference to the exact output, and what eps allows: eps·(max v - min v) of the tightest component."""
+    """Return the largest error, and the bound eps·(max v - min v) of the tightest component."""
     q, k, v = trained(n, args.checkpoint, args.data)
     found = pruned((q, k, v), args.eps)
     error = (run(found["pruned"], False) - run(found["here"], False)).abs().amax(2)

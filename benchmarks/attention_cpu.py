@@ -1,4 +1,4 @@
-"""Attention on a CPU beside torch's causal attention without a bias, side by side: short texts, learned tables, FIRE.
+"""Time of attention on a CPU relative to torch's causal attention without a bias: short texts, tables, FIRE.
 
     python benchmarks/attention_cpu.py                   # about two minutes on two cores
     python benchmarks/attention_cpu.py --threads 1 --only short
@@ -30,7 +30,7 @@ import machine
 import torch
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import Plan, sdpa
+from fairseq_rpe.attention import AttentionPlan, sdpa
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 
@@ -47,7 +47,7 @@ Way = Callable[[], object]
 
 
 def ways(case: Case, layers: int = 1) -> tuple[Way, Way]:
-    """Attention without a bias, and with the encoding's, in so many layers that share it."""
+    """Return attention without a bias and with the encoding's bias, in layers that share it."""
     spec, batch, heads, n, backward = case
     q, k, v = (torch.randn(batch, heads, n, WIDTH, requires_grad=backward) for _ in range(3))
     grad, positions = torch.randn_like(q), Positions.arange(n)
@@ -64,7 +64,7 @@ def ways(case: Case, layers: int = 1) -> tuple[Way, Way]:
         return [F.scaled_dot_product_attention(q, k, v, is_causal=True) for _ in range(layers)]
 
     def biased() -> list[torch.Tensor]:
-        plan = Plan(positions, encoding.position_bias(positions))
+        plan = AttentionPlan(positions, encoding.position_bias(positions))
         return [sdpa(q, k, v, plan) for _ in range(layers)]
 
     return partial(run, plain, [q, k, v]), partial(run, biased, [q, k, v, *learned])
@@ -75,7 +75,7 @@ def decoding(spec: str) -> tuple[Way, Way]:
 
 
 def timed(way: Way, calls: int) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     for _ in range(calls):
         way()

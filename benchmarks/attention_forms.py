@@ -1,4 +1,4 @@
-"""Every form of bias of this project against every usual way to compute attention with it: time and peak memory.
+"""Time and peak memory of every type of bias, compared with the usual implementations of attention.
 
     pip install x-transformers                         # optional, as are a C++ compiler (FlexAttention) and flash-attn
     python benchmarks/attention_forms.py --threads 2   # about an hour on two cores; resumes where it was killed
@@ -14,7 +14,7 @@ At each length the ways take turns: seven where a run takes less than half a sec
 else one; medians are reported. Below 0.1 s the second of two calls counts; compiling never does. Memory is what a fresh
 process (on a GPU: the allocator) needs at the peak of a step, inputs and what is kept between steps included; setup_mib
 is the peak while these were made. A way is left out where a run would take more than --limit-seconds or more memory
-than is free, both foretold from the length before: four times its numbers where the length doubles.
+than is free, both predicted from the length before: four times its numbers where the length doubles.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ Key = tuple[str, str]
 
 
 def runs(seconds: float) -> int:
-    """How often a way is timed whose run takes so long."""
+    """Return the number of timed runs for an implementation that takes ``seconds``."""
     return next((count for most, count in RUNS if seconds < most), 1)
 
 
 def timed(x: ways.Inputs, step: ways.Step) -> float:
-    """Seconds of one run."""
+    """Return the seconds of one run."""
     synchronise = torch.cuda.synchronize if x.device == "cuda" else lambda: None
     synchronise()
     start = time.perf_counter()
@@ -73,8 +73,8 @@ def one_turn(case: Case) -> float:
     return timed(x, step) if seconds < SETTLED else seconds
 
 
-def in_turns(cases: dict[Key, Case]) -> dict[Key, list[float]]:
-    """The seconds of every run; each turn has all ways that still have runs to do."""
+def time_interleaved(cases: dict[Key, Case]) -> dict[Key, list[float]]:
+    """Return the seconds of every run; implementations are timed in rotation."""
     times: dict[Key, list[float]] = {key: [] for key in cases}
     for case in cases.values():
         if case.way in ways.COMPILED:
@@ -87,12 +87,12 @@ def in_turns(cases: dict[Key, Case]) -> dict[Key, list[float]]:
 
 
 def peaks(case: Case, threads: int) -> tuple[float, float]:
-    """MiB at the peak of a step, and of what is made before it; on a CPU for a process of its own."""
+    """Return the peak memory of a step in MiB and that of its inputs; on a CPU in a separate process."""
     if case.device == "cpu":
         torch.set_num_threads(threads)
         torch._inductor.config.compile_threads = 1
         now, highest = partial(machine.status, "VmRSS"), partial(machine.status, "VmHWM")
-        forget, unit = machine.forget_peak, 1024
+        forget, unit = machine.reset_peak, 1024
     else:
         now, highest = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
         forget, unit = torch.cuda.reset_peak_memory_stats, 2**20
@@ -119,7 +119,7 @@ def measured_peaks(case: Case, threads: int) -> tuple[float, float]:
 
 
 def wrong_or_refused(case: Case) -> str | None:
-    """Why this way is not timed."""
+    """Return why a case is not timed: wrong results or unsupported; None if it is timed."""
     try:
         found = ways.deviation(case)
     except (ways.UserError, NotImplementedError) as error:
@@ -130,8 +130,8 @@ def wrong_or_refused(case: Case) -> str | None:
     return None if found <= allowed else f"WRONG: {found:.1e} from the reference, {allowed:g} allowed"
 
 
-def foretold(rows: Rows, case: Case) -> tuple[float, float]:
-    """Seconds and MiB of a run from the longest length measured; 0 where there is none."""
+def predicted_cost(rows: Rows, case: Case) -> tuple[float, float]:
+    """Predict seconds and MiB of a run from the longest measured length; 0 without one."""
     known = [r for r in rows if (r["pass"], r["form"], r["way"]) == (PASSES[case.backward], case.form, case.way)]
     known = [r for r in known if int(r["length"]) < case.length]
     if not known:
@@ -142,7 +142,7 @@ def foretold(rows: Rows, case: Case) -> tuple[float, float]:
 
 
 def too_much(rows: Rows, case: Case, limit: float) -> str | None:
-    seconds, mib = foretold(rows, case)
+    seconds, mib = predicted_cost(rows, case)
     free = (torch.cuda.mem_get_info()[0] if case.device == "cuda" else machine.available()) / 2**20
     if seconds > limit:
         return f"a run would take about {seconds:.0f} s, and --limit-seconds is {limit:g}"
@@ -150,7 +150,7 @@ def too_much(rows: Rows, case: Case, limit: float) -> str | None:
 
 
 def group(cases: dict[Key, Case], threads: int) -> Rows:
-    """The rows of one length and pass."""
+    """Measure and return the rows of one length and pass."""
     memory: dict[Key, tuple[float, float]] = {}
     for key, case in cases.items():
         try:
@@ -165,7 +165,7 @@ def group(cases: dict[Key, Case], threads: int) -> Rows:
             told(case, "not enough memory")
     if ("none", LIMIT) not in memory:
         raise ways.UserError("torch's attention without a bias does not fit into memory: give smaller --lengths")
-    times = in_turns({key: cases[key] for key in memory})
+    times = time_interleaved({key: cases[key] for key in memory})
     seconds = {key: statistics.median(found) for key, found in times.items()}
     rows = []
     for key, took in seconds.items():
@@ -193,17 +193,17 @@ def told(case: Case, why: str) -> None:
 
 
 def remaining(cases: list[Case], rows: Rows, limit: float) -> float:
-    """Seconds that these still take, about: their timed runs, and a process with one for the memory."""
+    """Estimate the remaining seconds: timed runs, and a process for the memory of each case."""
     found = 0.0
     for case in cases:
-        seconds, _ = foretold(rows, case)
+        seconds, _ = predicted_cost(rows, case)
         if too_much(rows, case, limit) is None:
             found += START + (runs(seconds) * (1 + (seconds < SETTLED)) + 1) * seconds
     return found
 
 
 def head(args: argparse.Namespace) -> str:
-    """All that results of one file have in common, and the load when the first was measured."""
+    """Return a description of the machine and settings, which all results of a file share."""
     cuda = args.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else f"{machine.processor()}, {os.cpu_count()} cores"
     parts = [name, f"torch {torch.__version__}", f"{args.threads} threads", f"{ways.HEADS} heads of {ways.WIDTH}"]
@@ -266,12 +266,12 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N")
     parser.add_argument(
-        "--limit-seconds", type=float, default=60.0, metavar="S", help="of one run (default: %(default)g)"
+        "--limit-seconds", type=float, default=60.0, metavar="S", help="longest run in seconds (default: %(default)g)"
     )
-    parser.add_argument("--fresh", action="store_true", help="forget what --csv has")
+    parser.add_argument("--fresh", action="store_true", help="discard the results in --csv")
     parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks/results/attention-forms.csv", metavar="FILE")
     parser.add_argument("--figure", type=Path, default=ROOT / "docs/attention-forms.png", metavar="FILE")
-    parser.add_argument("--table", action="store_true", help="print what --csv has and draw it; measure nothing")
+    parser.add_argument("--table", action="store_true", help="print and draw the results in --csv without measuring")
     args = parser.parse_args()
     args.lengths = sorted(set(args.lengths))
     args.backends = args.backends or (["sdpa", "flex", "triton"] if args.device == "cuda" else ["sdpa"])

@@ -1,4 +1,4 @@
-"""What two threads cost beside other processes, by how long they spin where they wait for each other.
+"""Cost of two threads next to other processes, by the time that they spin while waiting.
 
 Other processes, each in a session of its own as another user's are, keep cores busy; a small transformer block trains
 beside them, forward and backward, in a process of its own for each setting and in turns. The mean time of a step is
@@ -35,7 +35,7 @@ SIZES = ((1, 64, 200), (4, 128, 100), (8, 256, 10))  # sentences, tokens, steps
 
 
 def steps() -> None:
-    """The measured process: print the mean milliseconds of a step of each size."""
+    """Print the mean milliseconds of a step of each size; runs in the measured process."""
     import torch
     from torch.nn import functional
 
@@ -67,7 +67,7 @@ def load(others: int) -> Iterator[None]:
 
 
 def measure(setting: dict[str, str]) -> list[float]:
-    """Milliseconds of a step of each size under a setting."""
+    """Return milliseconds of a step of each size with given environment variables."""
     spins = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
     inherited = {name: value for name, value in os.environ.items() if name not in spins}
     done = subprocess.run(
@@ -84,8 +84,12 @@ def measure(setting: dict[str, str]) -> list[float]:
 def main() -> None:
     """Measure and print a table for each number of other processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--others", type=int, nargs="+", default=[0, 1, 2], help="processes beside (default: 0 1 2)")
-    parser.add_argument("--turns", type=int, default=3, help="processes of each setting, the median (default: 3)")
+    parser.add_argument(
+        "--others", type=int, nargs="+", default=[0, 1, 2], help="numbers of other processes (default: 0 1 2)"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=3, help="processes per setting, of which the median counts (default: 3)"
+    )
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument("--steps", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Biases that depend on the tokens: peak memory and time of attention with each, beside the usual dense way.
+"""Peak memory and time of attention with content-dependent biases, compared with dense implementations.
 
     python benchmarks/content.py --threads 2 --csv benchmarks/results/content.csv
 
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.analysis.speed import in_turns
+from fairseq_rpe.analysis.speed import time_interleaved
 from fairseq_rpe.attention import BACKENDS
-from fairseq_rpe.attention.forward import carry_out, noted, plan_of
-from fairseq_rpe.attention.relative_shift import quick_block
+from fairseq_rpe.attention.forward import build_plan, compute_token_features, run_attention
+from fairseq_rpe.attention.relative_shift import materialize_fast
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
-from fairseq_rpe.utils.table import Cell, Row, Table
+from fairseq_rpe.utils.table import Cell, Table, TableRow
 
 HEADS, WIDTH = 8, 64
 NONE = "no bias"
@@ -40,8 +40,8 @@ SPECS = ["shaw", "shaw:values=true", "music", "transformer_xl", "deberta", "forg
 COPIES = 8  # n×n matrices of all heads that a dense way may hold at once; those that change all scores hold more
 
 
-def step_of(spec: str, way: str, n: int, training: bool) -> Callable[[], list[Tensor]]:
-    """A function that computes the output and, in training, the gradients."""
+def make_step(spec: str, way: str, n: int, training: bool) -> Callable[[], list[Tensor]]:
+    """Return a function that computes the output and, in training, the gradients."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, n, WIDTH, requires_grad=training) for _ in range(3))
     grad, x = torch.randn(1, HEADS, n, WIDTH), torch.randn(1, n, HEADS * WIDTH)
@@ -53,12 +53,12 @@ def step_of(spec: str, way: str, n: int, training: bool) -> Callable[[], list[Te
         if spec == NONE:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         pos = Positions.arange(n)
-        plan = plan_of(encoding, pos, None, BACKENDS["sdpa" if way == "blocks" else "reference"])
-        notes = noted(x, plan)
+        plan = build_plan(encoding, pos, None, BACKENDS["sdpa" if way == "blocks" else "reference"])
+        notes = compute_token_features(x, plan)
         if way == "blocks" or encoding.needs_all_scores:
-            return carry_out(q, k, v, plan, 0.0, notes)
+            return run_attention(q, k, v, plan, 0.0, notes)
         form = encoding.content_bias(encoding.rotate(q, pos.q, pos), k, pos, notes)
-        bias = quick_block(form, pos).float().masked_fill(future, float("-inf"))
+        bias = materialize_fast(form, pos).float().masked_fill(future, float("-inf"))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
     def step() -> list[Tensor]:
@@ -72,12 +72,12 @@ def step_of(spec: str, way: str, n: int, training: bool) -> Callable[[], list[Te
 
 
 def needed(spec: str, way: str, n: int, training: bool, threads: int, found: multiprocessing.SimpleQueue) -> None:
-    """Put MiB at the peak of a step, beyond what the process had before its inputs."""
+    """Put the peak memory of a step in MiB into a queue, relative to the process before its inputs."""
     torch.set_num_threads(threads)
-    step_of(spec, way, 256, training)()
-    machine.forget_peak()
+    make_step(spec, way, 256, training)()
+    machine.reset_peak()
     before = machine.status("VmRSS")
-    step = step_of(spec, way, n, training)
+    step = make_step(spec, way, n, training)
     step()
     found.put((machine.status("VmHWM") - before) / 1024)
 
@@ -94,7 +94,7 @@ def memory(*case: object) -> float:
 
 
 def dense(spec: str, n: int) -> int:
-    """Bytes that the dense way may need."""
+    """Return the bytes that a dense implementation may need."""
     weighs = build(spec, HEADS, HEADS * WIDTH, n).needs_all_scores
     return COPIES * (1 + 3 * weighs) * 4 * HEADS * n * n
 
@@ -108,9 +108,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
             fit = [c for c in cases if c[1] == "blocks" or dense(c[0], n) < machine.available()]
             mib = {case: memory(*case, n, training, args.threads) for case in fit}
             timed = [case for case in fit if args.longest_dense >= n or case[1] == "blocks"]
-            steps = {case: step_of(*case, n, training) for case in timed}
-            in_turns(steps, 1, "cpu")  # the first call fetches memory and code
-            seconds = {case: statistics.median(found) for case, found in in_turns(steps, args.repeats, "cpu").items()}
+            steps = {case: make_step(*case, n, training) for case in timed}
+            time_interleaved(steps, 1, "cpu")  # the first call fetches memory and code
+            seconds = {
+                case: statistics.median(found) for case, found in time_interleaved(steps, args.repeats, "cpu").items()
+            }
             for case in fit:
                 rows.append(
                     {
@@ -129,7 +131,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Memory and time as multiples of attention without a bias, a row per encoding and way."""
+    """Return a table of memory and time as multiples of attention without a bias."""
     columns = list(dict.fromkeys((row["pass"], row["length"]) for row in rows))
     lines = []
     for encoding, way in dict.fromkeys((row["encoding"], row["way"]) for row in rows if row["way"] != "torch"):
@@ -138,20 +140,22 @@ def table(rows: list[dict[str, str]]) -> str:
             Cell(f"{own[c]['memory_ratio']}, {own[c]['time_ratio'] or '–'}" if c in own else "left out")
             for c in columns
         ]
-        lines.append(Row(f"`{encoding}`, {way}", cells))
+        lines.append(TableRow(f"`{encoding}`, {way}", cells))
     head = ["memory, time", *(f"{step} {int(n):,}" for step, n in columns)]
-    return Table("", head, lines).markdown()
+    return Table("", head, lines).to_markdown()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encodings", nargs="+", default=SPECS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192])
-    parser.add_argument("--longest-dense", type=int, default=2048, help="dense ways are not timed beyond, tokens")
+    parser.add_argument(
+        "--longest-dense", type=int, default=2048, help="longest length of dense implementations, in tokens"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--csv", type=Path, default=Path("content.csv"))
-    parser.add_argument("--table", action="store_true", help="print the CSV as Markdown, measure nothing")
+    parser.add_argument("--table", action="store_true", help="print the CSV as Markdown without measuring")
     args = parser.parse_args()
     if not args.table:
         head = f"{machine.processor()}, {args.threads} threads, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""Decoding token by token with cached keys: a step of attention by encoding, and tokens per second of whole models.
+"""Decoding with a KV cache: seconds per attention step by encoding, and tokens per second of whole models.
 
     python benchmarks/decode.py                      # both parts; minutes on two cores
     python benchmarks/decode.py --only attention --rpe alibi rope
@@ -42,8 +42,8 @@ OTHERS = {"fairseq": "fairseq, sinusoidal", "gpt_neox": "transformers, GPT-NeoX"
 Step = Callable[[], object]
 
 
-def in_turns(ways: dict[str, Step], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taken in turns after two that do not count."""
+def time_interleaved(ways: dict[str, Step], repeats: int) -> dict[str, float]:
+    """Return median seconds of each step, timed in rotation after two warm-up rounds."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 2):
         for name, way in ways.items():
@@ -55,7 +55,7 @@ def in_turns(ways: dict[str, Step], repeats: int) -> dict[str, float]:
 
 
 class Stack:
-    """The attention of several layers whose caches hold m tokens; every call decodes one more."""
+    """Attention of several layers with m cached tokens; every call decodes one more token."""
 
     def __init__(self, keys: int, layers: int) -> None:
         self.caches = [torch.randn(2, 1, HEADS, keys, WIDTH).unbind(0) for _ in range(layers)]
@@ -63,10 +63,10 @@ class Stack:
         self.qkv = torch.randn(layers, 3, 1, HEADS, 1, WIDTH)
 
     def grow(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        from fairseq_rpe.attention.kv_buffer import followed
+        from fairseq_rpe.attention.kv_cache import append_tokens
 
         old, rooms = self.caches[layer], self.rooms[layer]
-        found = [followed(room, x, new) for room, x, new in zip(rooms, old, (k, v), strict=True)]
+        found = [append_tokens(room, x, new) for room, x, new in zip(rooms, old, (k, v), strict=True)]
         self.caches[layer] = k, v = found[0][0], found[1][0]
         self.rooms[layer] = found[0][1], found[1][1]
         return k, v
@@ -76,24 +76,28 @@ class Stack:
             F.scaled_dot_product_attention(q, *self.grow(layer, k, v))
 
     def encoded(self, spec: str) -> Step:
-        """What the decoder does around attention, for one encoding per layer where that is its default."""
-        from fairseq_rpe.attention import choose
-        from fairseq_rpe.attention.forward import carry_out, counted, plan_of, turned
+        """Build the attention plans as the decoder does, with one encoding per layer if that is the default."""
+        from fairseq_rpe.attention import choose_backend
+        from fairseq_rpe.attention.forward import build_plan, positions_from_padding, rotate_keys, run_attention
         from fairseq_rpe.encodings import build
 
         made = [build(spec, HEADS, HEADS * WIDTH, 512).eval() for _ in self.caches]
         made = made if made[0].sharing_modes[0] == "layer" else made[:1] * len(made)
-        backend, tables, fixed = choose("auto"), {}, made[0].rotates and made[0].fixed_rotation
+        backend, tables, fixed = choose_backend("auto"), {}, made[0].rotates and made[0].fixed_rotation
 
         def step() -> None:
             tokens = self.caches[0][0].shape[2] + 1
-            positions, padding = counted(torch.zeros(1, tokens, dtype=torch.bool), 1, made[0].length_dependent)
+            positions, padding = positions_from_padding(
+                torch.zeros(1, tokens, dtype=torch.bool), 1, made[0].length_dependent
+            )
             plans: dict[int, Any] = {}
             for layer, (encoding, (q, k, v)) in enumerate(zip(made, self.qkv, strict=True)):
                 if id(encoding) not in plans:
-                    plans[id(encoding)] = plan_of(encoding, positions, padding, backend, turned=fixed, tables=tables)
+                    plans[id(encoding)] = build_plan(
+                        encoding, positions, padding, backend, keys_rotated=fixed, bias_cache=tables
+                    )
                 plan = plans[id(encoding)]
-                carry_out(q, *self.grow(layer, turned(k, plan) if fixed else k, v), plan)
+                run_attention(q, *self.grow(layer, rotate_keys(k, plan) if fixed else k, v), plan)
 
         return step
 
@@ -103,7 +107,7 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
     for keys in args.keys:
         for spec in tqdm(args.rpe, desc=f"{keys} keys"):
             ways = {"none": Stack(keys, args.layers).plain, spec: Stack(keys, args.layers).encoded(spec)}
-            took = in_turns(ways, args.repeats)
+            took = time_interleaved(ways, args.repeats)
             row = {"part": "attention", "tokens": keys, "what": spec, "ms": f"{1000 * took[spec]:.3f}"}
             rows.append({**row, "of_none": f"{took[spec] / took['none']:.2f}", "tokens_per_s": ""})
             tqdm.write(str(rows[-1]))
@@ -111,7 +115,7 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class Fairseq:
-    """A language model of fairseq's, stock or ours, that writes on."""
+    """A language model of fairseq or of this project that generates tokens."""
 
     def __init__(self, spec: str | None, args: argparse.Namespace) -> None:
         from fairseq.data import Dictionary
@@ -143,7 +147,7 @@ class Fairseq:
             self.decoder(self.rows[:, :-1], incremental_state=self.state, features_only=True)
 
     def _fill(self) -> None:
-        """Stock fairseq reads one token a call once it has a cache: fill it from a pass without."""
+        """Fill the cache from a pass without one, because fairseq reads one token per call with a cache."""
 
         def keep(module: Any, args: Any, given: dict[str, Any]) -> None:
             x = given["query"]
@@ -165,7 +169,7 @@ class Fairseq:
 
 
 class Transformers:
-    """GPT-NeoX or BLOOM of the package transformers, that writes on."""
+    """GPT-NeoX or BLOOM of transformers that generates tokens."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         from fairseq_rpe.adapters import _require_transformers  # noqa: F401
@@ -226,14 +230,16 @@ def main() -> None:
     parser.add_argument("--keys", type=int, nargs="+", default=[512, 4096], help="cached tokens (%(default)s)")
     parser.add_argument("--rpe", nargs="+", default=SPECS, help="encodings of the part attention (%(default)s)")
     parser.add_argument("--models", nargs="+", default=MODELS, help="encodings of the part generate (%(default)s)")
-    parser.add_argument("--others", nargs="*", choices=tuple(OTHERS), default=list(OTHERS), help="models beside them")
-    parser.add_argument("--prompt", type=int, default=3072, help="tokens before those that are timed (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens that are generated (%(default)s)")
-    parser.add_argument("--turn", type=int, default=32, help="tokens that a model writes at a time (%(default)s)")
+    parser.add_argument(
+        "--others", nargs="*", choices=tuple(OTHERS), default=list(OTHERS), help="other models to compare with"
+    )
+    parser.add_argument("--prompt", type=int, default=3072, help="prompt tokens before the timed ones (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=1024, help="generated tokens (%(default)s)")
+    parser.add_argument("--turn", type=int, default=32, help="tokens that a model generates per turn (%(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="%(default)s")
     parser.add_argument("--repeats", type=int, default=31, help="timed steps of attention (%(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="%(default)s")
-    parser.add_argument("--csv", type=Path, help="write what was measured there")
+    parser.add_argument("--csv", type=Path, help="CSV file of the measurements")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Evaluation over lengths: one ``fairseq-rpe eval`` against one fairseq-eval-lm process a length.
+"""Time and memory of ``fairseq-rpe eval`` at several lengths, compared with one fairseq-eval-lm process per length.
 
     python benchmarks/evaluate.py                  # 14 lengths, a few minutes on two cores
     python benchmarks/evaluate.py --lengths 9216
@@ -72,8 +72,8 @@ TransformerRPELanguageModel.build_model = classmethod(build)
 """
 
 
-def measured(*command: object) -> tuple[list[dict[str, Any]], float, float, float]:
-    """The JSON lines that a process prints, its seconds, those of the processor, and its peak memory in MiB."""
+def measure_command(*command: object) -> tuple[list[dict[str, Any]], float, float, float]:
+    """Run a process; return its JSON lines, seconds, CPU seconds and peak memory in MiB."""
     start = time.perf_counter()
     argv = [sys.executable, "-P", *map(str, command)]
     with tempfile.TemporaryFile("w+") as out:
@@ -90,7 +90,7 @@ def measured(*command: object) -> tuple[list[dict[str, Any]], float, float, floa
 
 
 def prepare(folder: Path, tokens: int) -> tuple[Path, Path]:
-    """A binarised data folder and a checkpoint of one update at a learning rate of 0."""
+    """Return a binarised data folder and a checkpoint of one update at learning rate 0."""
     words = [f"w{i}" for i in range(TYPES - 4)]
     (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in words))
     generator = random.Random(0)
@@ -98,30 +98,32 @@ def prepare(folder: Path, tokens: int) -> tuple[Path, Path]:
     lines += ["w0 " * (tokens % 25 - 1)] * (tokens % 25 > 0)
     (folder / "text").write_text("\n".join(lines) + "\n")
     flags = ["--only-source", "--srcdict", folder / "dict.txt", "--testpref", folder / "text"]
-    measured("-m", "fairseq_cli.preprocess", *flags, "--trainpref", folder / "text", "--destdir", folder / "bin")
+    measure_command("-m", "fairseq_cli.preprocess", *flags, "--trainpref", folder / "text", "--destdir", folder / "bin")
     flags = ["--user-dir", ROOT / "fairseq_rpe", "--task", "language_modeling", "--tokens-per-sample", "512", *TINY]
     flags += ["--batch-size", "1", "--optimizer", "adam", "--lr", "0", "--max-update", "1", "--disable-validation"]
-    measured("-m", "fairseq_cli.train", folder / "bin", *flags, "--save-dir", folder / "run")
+    measure_command("-m", "fairseq_cli.train", folder / "bin", *flags, "--save-dir", folder / "run")
     return folder / "bin", folder / "run" / "checkpoint_last.pt"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default=LENGTHS, metavar="N,N,...")
-    parser.add_argument("--tokens", type=int, default=10_000, metavar="N", help="of the text (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=10_000, metavar="N", help="length of the text in tokens (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="default: %(default)s")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         data, checkpoint = prepare(Path(name), args.tokens)
         flags = ["--lengths", args.lengths, "--device", "cpu", "--json"]
-        fast, seconds, busy, memory = measured("-m", "fairseq_rpe.cli.main", "eval", checkpoint, data, *flags)
+        fast, seconds, busy, memory = measure_command("-m", "fairseq_rpe.cli.main", "eval", checkpoint, data, *flags)
         longest = max(found["length"] for found in fast)
         for found in fast:
             length = found["length"]
             flags = [data, "--path", checkpoint, "--user-dir", ROOT / "fairseq_rpe", "--gen-subset", "test", "--cpu"]
             flags += ["--tokens-per-sample", length, "--max-tokens", max(length, BATCH_TOKENS), "--num-workers", 0]
-            [wanted], slow_seconds, slow_busy, slow_memory = measured("-c", EVAL_LM, *flags)
+            [wanted], slow_seconds, slow_busy, slow_memory = measure_command("-c", EVAL_LM, *flags)
             rows.append(
                 {
                     "length": length,
@@ -137,7 +139,7 @@ def main() -> None:
                 }
             )
             if length == longest:
-                [stock], *used = measured("-c", STOCK + EVAL_LM, *flags)
+                [stock], *used = measure_command("-c", STOCK + EVAL_LM, *flags)
                 difference = abs(found["loss_base2"] / stock["loss_base2"] - 1)
                 values = (*(round(x, 2) for x in used[:2]), round(used[2]), f"{difference:.1e}")
                 rows[-1] |= dict(zip(STOCK_COLUMNS, values, strict=True))

@@ -1,4 +1,4 @@
-"""The CSV of ``attention_forms.py`` as Markdown tables and as a figure."""
+"""Turns the CSV of ``attention_forms.py`` into Markdown tables and a figure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.core import UserError
-from fairseq_rpe.figures.style import looks, save
-from fairseq_rpe.figures.timing import beside_each_other
-from fairseq_rpe.utils.table import Row, Table, words
+from fairseq_rpe.figures.style import assign_looks, save
+from fairseq_rpe.figures.timing import draw_side_by_side
+from fairseq_rpe.utils.table import Table, TableRow, text_cell
 
 QUANTITIES = {"ratio": ("time", "ms", "milliseconds"), "peak_ratio": ("peak memory", "peak_mib", "MiB")}
 Rows = list[dict[str, Any]]
@@ -33,7 +33,7 @@ def read(path: Path) -> tuple[str, Rows]:
 
 
 def markdown(path: Path) -> str:
-    """A table per pass and quantity: that of attention without a bias, then multiples of it."""
+    """Return a table per pass and quantity: attention without a bias, then multiples of it."""
     said, rows = read(path)
     parts = [said]
     for kind in _unique(rows, "pass"):
@@ -46,16 +46,18 @@ def markdown(path: Path) -> str:
                 limit = (form, way) == _pairs(own)[0]
                 name = f"{form}, {cells[min(cells)]['encoding']}" if form != "none" else form
                 shown = [_short(cells.get(n, {}).get(value if limit else ratio)) for n in lengths]
-                table.rows.append(Row(name, [*map(words, [f"{way}, {unit}" if limit else _label(way), *shown])]))
-            parts.append(table.markdown())
+                table.rows.append(
+                    TableRow(name, [*map(text_cell, [f"{way}, {unit}" if limit else _label(way), *shown])])
+                )
+            parts.append(table.to_markdown())
     return "\n\n".join(part.strip() for part in parts)
 
 
 def draw(path: Path, figure_path: Path) -> None:
-    """Multiples of attention without a bias over the length, both axes logarithmic: a panel a form, a line a way."""
+    """Draw multiples of attention without a bias over length, one panel per bias, both axes logarithmic."""
     said, rows = read(path)
     limit = _pairs(rows)[0]
-    colours = {r["encoding"]: look.colour for r in rows for look in looks([r["encoding"].split()[0]]).values()}
+    colours = {r["encoding"]: look.colour for r in rows for look in assign_looks([r["encoding"].split()[0]]).values()}
     drawn: dict[str, dict[tuple[str, str], dict[str, list[tuple[int, float]]]]] = {}
     for ratio, (quantity, _, _) in QUANTITIES.items():
         for kind in _unique(rows, "pass"):
@@ -65,7 +67,7 @@ def draw(path: Path, figure_path: Path) -> None:
                     title = f"{r['form']}\n{textwrap.fill(r['encoding'], 16)}", r["encoding"]
                     points = panel.setdefault(title, {}).setdefault(_label(r["way"]), [])
                     points.append((int(r["length"]), float(r[ratio])))
-    save(beside_each_other(drawn, colours, said), figure_path)
+    save(draw_side_by_side(drawn, colours, said), figure_path)
 
 
 def _unique(rows: Rows, column: str) -> list[str]:
@@ -81,5 +83,5 @@ def _label(way: str) -> str:
 
 
 def _short(value: str | None) -> str:
-    """Three digits are more than a shared machine gives."""
+    """Return a number with three digits; more would be noise."""
     return "" if value is None else f"{float(value):.2f}" if float(value) < 100 else f"{float(value):.0f}"

@@ -1,4 +1,4 @@
-"""Every form of bias of this project, and the ways to compute attention with it that ``attention_forms.py`` compares.
+"""The types of bias and the implementations of attention that ``attention_forms.py`` compares.
 
 A way is a function of :class:`Inputs` that gives a step, which computes the output once. What a way needs once for a
 length (a fixed dense bias, a mask) is made before; what follows a learned parameter is made in the step. A way that
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_rpe import encodings, positions
-from fairseq_rpe.attention import BACKENDS, Plan, reference
-from fairseq_rpe.core import Positions, UserError, block
+from fairseq_rpe.attention import BACKENDS, AttentionPlan, reference
+from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings.alibi import alibi_slopes
-from fairseq_rpe.encodings.t5 import bucket
+from fairseq_rpe.encodings.t5 import relative_position_bucket
 
 HEADS, WIDTH = 8, 64
 CHECK = 320  # tokens; more than one block, and the last one not full
@@ -34,7 +34,7 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """An encoding at positions, which together make a form."""
+    """An encoding and positions, which together determine the type of bias."""
 
     encoding: str
     positions: str = "identity"
@@ -56,7 +56,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One way at one length. ``way`` is a name in WAYS or that of a backend of this project."""
+    """One implementation at one length; ``way`` is a name in WAYS or an attention backend of this project."""
 
     form: str
     way: str
@@ -87,15 +87,15 @@ class Inputs:
         moved = positions.build(subject.positions)(index, torch.tensor([n]), torch.Generator())
         self.pos = Positions(moved.k, moved.k, moved.step, moved.contiguous)
 
-    def plan(self) -> Plan:
-        return Plan(self.pos, self.encoding.position_bias(self.pos))
+    def plan(self) -> AttentionPlan:
+        return AttentionPlan(self.pos, self.encoding.position_bias(self.pos))
 
     def dense(self) -> Tensor:
-        """The bias (1, H, n, n) in q's dtype."""
-        return block(self.encoding.position_bias(self.pos), self.pos).to(self.dtype)
+        """Return the dense bias (1, H, n, n) in q's dtype."""
+        return self.encoding.position_bias(self.pos).materialize(self.pos).to(self.dtype)
 
     def run(self, step: Step) -> list[Tensor]:
-        """The output, and in training the gradients of q, k, v and the parameters."""
+        """Return the output, and in training the gradients of q, k, v and the parameters."""
         with torch.set_grad_enabled(self.backward):
             out = step()
             if not self.backward:
@@ -110,7 +110,7 @@ def torch_causal(x: Inputs) -> Step:
 
 
 def dense_bias(x: Inputs) -> Step:
-    """torch with an n×n bias and -inf in the future, as research code has it; kept where nothing is learned."""
+    """Use torch with a dense n×n bias as in research code; the bias is reused if nothing is learned."""
     future = torch.ones(x.n, x.n, dtype=torch.bool, device=x.device).triu_(1)
     kept = None if x.parameters else x.dense().masked_fill_(future, float("-inf"))
 
@@ -122,7 +122,7 @@ def dense_bias(x: Inputs) -> Step:
 
 
 def flex_attention(x: Inputs) -> Step:
-    """torch's FlexAttention, compiled: the bias is computed in its score_mod, gathered where that cannot be."""
+    """Use torch's compiled FlexAttention with the bias in its score_mod, or gathered from a dense bias."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if x.device == "cpu" and x.backward:
@@ -165,7 +165,7 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _score_mod(x: Inputs) -> Callable[..., Tensor]:
-    """What a user of FlexAttention would write: arithmetic, a look-up, or for FIRE's network the gathered n×n bias."""
+    """Return a score_mod as users write it: arithmetic, a table lookup, or for FIRE a gathered n×n bias."""
     e: Any = x.encoding
     name = type(e).__name__
     if name == "Alibi":
@@ -177,14 +177,14 @@ def _score_mod(x: Inputs) -> Callable[..., Tensor]:
             return lambda score, b, h, i, j: score - p[h] * torch.log1p(a[h] * (i - j).abs())
         return lambda score, b, h, i, j: score - p[h] * torch.log1p(a[h] * (at[i] - at[j]).abs())
     if name == "T5Bias":
-        buckets, table = bucket(x.pos.k[0], e.config.buckets, e.config.max_distance), e.table
+        buckets, table = relative_position_bucket(x.pos.k[0], e.config.buckets, e.config.max_distance), e.table
         return lambda score, b, h, i, j: score + table[buckets[(i - j).clamp_min(0)], h]
     bias = x.dense()[0]
     return lambda score, b, h, i, j: score + bias[h, i, j]
 
 
 def x_transformers(x: Inputs) -> Step:
-    """Its Attend (flash=True) with its own ALiBi or T5 bias, which it makes n×n; ALiBi's it keeps."""
+    """Use Attend(flash=True) of x-transformers with its own dense ALiBi or T5 bias; it caches ALiBi's."""
     try:
         attend = importlib.import_module("x_transformers.attend").Attend(causal=True, flash=True)
         theirs = importlib.import_module("x_transformers.x_transformers")
@@ -201,7 +201,7 @@ def x_transformers(x: Inputs) -> Step:
 
 
 def flash_attention(x: Inputs) -> Step:
-    """flash-attn's own ALiBi."""
+    """Use ALiBi of flash-attn."""
     if x.device == "cpu" or x.dtype == torch.float32:
         raise UserError("flash-attn runs on a GPU in fp16 or bf16: --device cuda --dtype bf16")
     try:
@@ -232,7 +232,7 @@ WAYS: dict[str, tuple[Callable[[Inputs], Step], tuple[str, ...]]] = {
 
 
 def pairs(backends: Iterable[str]) -> list[tuple[str, str]]:
-    """All (form, way), the limit first, each form's ways side by side."""
+    """Return all (bias, implementation) pairs, attention without a bias first."""
     found = [("none", LIMIT)]
     for form in FORMS:
         # without a bias the sdpa backend is the limit itself
@@ -242,14 +242,14 @@ def pairs(backends: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def prepare(case: Case, x: Inputs) -> Step:
-    """The step of a way."""
+    """Return the step of an implementation."""
     if case.way in WAYS:
         return WAYS[case.way][0](x)
     return lambda: BACKENDS[case.way](x.q, x.k, x.v, x.plan())
 
 
 def deviation(case: Case) -> float:
-    """Largest difference to the reference at CHECK tokens, of the output and each gradient, over the largest value.
+    """Return the largest relative error of output and gradients against the reference at CHECK tokens.
 
     The parameters are compared with the largest gradient of them all: that of a constant in the bias is 0.
     """

@@ -1,4 +1,4 @@
-"""Registers and spilled bytes of the Triton kernels at the block sizes they are tried with, without a GPU.
+"""Registers and spilled bytes of the Triton kernels at their candidate block sizes, measured without a GPU.
 
     python benchmarks/kernel_registers.py                     # a Markdown table; several minutes of compiling
     python benchmarks/kernel_registers.py --arch 90 --width 64 --dtype fp32 --bias table
@@ -42,7 +42,7 @@ BIASES = {
     "curve": tiles.CURVE.value + STEPS,
 }
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-FLOATS = ("lse", "delta", "table", "sums", "of_near")
+FLOATS = ("lse", "delta", "table", "sums", "near_grad")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Case:
 
 
 def kind(name: str, case: Case) -> str:
-    """Triton's type of an argument."""
+    """Return the Triton type of an argument."""
     if name in ("scale", "factor"):
         return "fp32"
     if name in tiles.LENGTHS or re.fullmatch(r".*_[bhn]", name):
@@ -80,14 +80,14 @@ def kind(name: str, case: Case) -> str:
 
 
 def measure(case: Case, arch: int) -> tuple[int, int, int]:
-    """Registers of a thread, bytes of them that spill, bytes of shared memory."""
+    """Return registers per thread, spilled bytes and bytes of shared memory."""
     kernel = getattr(kernels, case.kernel, None) or getattr(bias_gradient, case.kernel)
     m, n, warps, stages = case.size
     constants: dict[str, Any] = {"BLOCK_M": m, "BLOCK_N": n, "SIZE": m, "WIDTH": case.width, "BLOCK_D": case.block_d}
     constants |= {"BIAS": BIASES[case.bias], "PADDED": case.padded}
     constants |= {} if case.pruned else {"first": None}
     constants |= {"low": None} if case.dtype == "fp32" else {}
-    constants |= {} if constants["BIAS"] >= tiles.CURVE.value else {"of_near": None}
+    constants |= {} if constants["BIAS"] >= tiles.CURVE.value else {"near_grad": None}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kind(name, case) for name in names}
     chosen = {(names.index(name),): value for name, value in constants.items() if name in names}
@@ -111,7 +111,7 @@ def measure(case: Case, arch: int) -> tuple[int, int, int]:
 
 
 def candidates(kernel: str, width: int, dtype: str, larger: bool = False) -> list[tuple[int, int, int, int]]:
-    """The sizes that a launch chooses from."""
+    """Return the candidate sizes of a launch."""
     row = (1 << (width - 1).bit_length()) * BYTES[dtype]
     if kernel in tuning.SIZES:
         return tuning.sizes(kernel, row, dtype == "fp32", larger)
@@ -120,13 +120,13 @@ def candidates(kernel: str, width: int, dtype: str, larger: bool = False) -> lis
 
 
 def applies(kernel: str, bias: str) -> bool:
-    """Whether a kernel runs at a kind of bias."""
+    """Return whether a kernel supports a type of bias."""
     without = {"diagonal_sums": ("none", "positions"), "walked_sums": ("none", "table")}
     return bias not in without.get(kernel, ())
 
 
 def few_cases() -> Iterator[Case]:
-    """Every kernel, every kind of bias, with and without padding, both precisions: the smallest candidate of each."""
+    """Yield the smallest candidate of every kernel, bias type and precision, with and without padding."""
     for kernel, bias, width, dtype, padded, pruned in (
         ("forward", "table", 128, "bf16", False, False),
         ("query_gradient", "table", 128, "bf16", False, False),
@@ -144,7 +144,7 @@ def few_cases() -> Iterator[Case]:
 
 
 def table(widths: list[int], dtype: str, biases: list[str], archs: list[int]) -> None:
-    """Markdown: a row for each kernel and size, a column for each bias and device: registers (spilled bytes)."""
+    """Print a Markdown table of registers (spilled bytes) by kernel, size, bias and device."""
     columns = [(bias, arch) for bias in biases for arch in archs]
     head = ["D", "kernel", "queries×keys", "warps", "stages", "KiB", *(f"{x}, {arch / 10}" for x, arch in columns)]
     print("|", " | ".join(head), "|")
@@ -168,7 +168,7 @@ def table(widths: list[int], dtype: str, biases: list[str], archs: list[int]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="10·major + minor (default: 80 90)")
-    parser.add_argument("--width", type=int, nargs="+", default=[64, 128], help="of a head (default: 64 128)")
+    parser.add_argument("--width", type=int, nargs="+", default=[64, 128], help="widths of a head (default: 64 128)")
     parser.add_argument("--dtype", choices=list(BYTES), default="bf16")
     parser.add_argument("--bias", choices=list(BIASES), nargs="+", default=["none", "table", "curve"])
     parser.add_argument("--few", action="store_true", help="one line per case: registers, spilled and shared bytes")

@@ -1,4 +1,4 @@
-"""Kill sweeps and preparations (SIGKILL) at random moments, and compare what they make with what nobody disturbed.
+"""Kill sweeps and preparations (SIGKILL) at random moments and compare their results with undisturbed runs.
 
     python benchmarks/kill_sweep.py --kills 100 --out runs/kills
 
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.runs import processes
-from fairseq_rpe.utils.files import file_digest
+from fairseq_rpe.utils.files import sha256_of_files
 
 ENCODINGS = "sinusoidal kerple_log"
 VICTIMS = ("parent", "child", "all")
@@ -45,7 +45,7 @@ _PROGRAM = [sys.executable, "-P", "-m", "fairseq_rpe.cli.main"]
 
 @dataclass(frozen=True)
 class Job:
-    """A command that makes a folder, and how to see what it made."""
+    """A command that makes a folder, and a function that summarises the folder."""
 
     name: str
     command: Callable[[Path], list[str]]
@@ -65,26 +65,26 @@ def sweep_job(args: argparse.Namespace) -> Job:
             sum(log.read_bytes().count(b"| train_inner |") for log in out.glob("runs/*/train.log")),
             sum(rows.read_bytes().count(b"\n") for rows in out.glob("runs/*/eval.jsonl")),
         ),
-        of_sweep,
+        sweep_summary,
         share=0.4,  # its start-up takes a while: that of three processes, one after another
         reach=0.6,  # it goes on where it was killed
     )
 
 
 def corpus(args: argparse.Namespace) -> Path:
-    """The text of the sweeps: the given one, or one of which an epoch, and so a checkpoint, is some 30 updates."""
+    """Return the text of the sweeps: the given one, or a small one with about 30 updates per epoch."""
     if args.data:
         return args.data
     made, library = args.out / "corpus", Path(sysconfig.get_path("stdlib"))
     if not made.exists():
         parts = [str(library / "json"), "--valid", str(library / "wsgiref"), "--test", str(library / "wsgiref")]
-        words = [*_PROGRAM, "prepare", *parts, "--include", "*.py", "--vocab-size", "600", "--dest", str(made)]
+        words = [*_PROGRAM, "prepare", *parts, "--include", "*.py", "--vocab-size", "600", "--out", str(made)]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
     return made
 
 
-def of_sweep(out: Path) -> dict[str, str]:
-    """The table, and of each run how many results there are, its updates and its parameters."""
+def sweep_summary(out: Path) -> dict[str, str]:
+    """Return the results table and the number of results, updates and a digest of the parameters of each run."""
     import torch
 
     logging.disable(logging.WARNING)
@@ -108,11 +108,11 @@ def prepare_job(args: argparse.Namespace) -> Job:
 
     def made(out: Path) -> dict[str, str]:
         files = sorted(out.iterdir()) if out.is_dir() else []
-        return {path.name: file_digest(path) for path in files}
+        return {path.name: sha256_of_files(path) for path in files}
 
     return Job(
         "prepare",
-        lambda out: [*_PROGRAM, "prepare", *sources, *flags, "--dest", str(out)],
+        lambda out: [*_PROGRAM, "prepare", *sources, *flags, "--out", str(out)],
         lambda out: set(out.parent.glob(f".{out.name}.prepare-*")),
         made,
         share=0.6,
@@ -122,7 +122,7 @@ def prepare_job(args: argparse.Namespace) -> Job:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all its descendants that run."""
+    """Return a process and all its running descendants."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ def shoot(pids: Sequence[int]) -> None:
 
 
 class Trial:
-    """A job with its undisturbed run, and the folder that is worked on under fire."""
+    """A job with its undisturbed result, and the folder of the killed runs."""
 
     def __init__(self, job: Job, out: Path, note: Callable[..., None]) -> None:
         self.job, self.note = job, note
@@ -181,7 +181,7 @@ class Trial:
             return subprocess.Popen(self.job.command(folder), **streams, preexec_fn=processes.die_with_parent)
 
     def kill(self, draw: random.Random, victim: str, what: str) -> None:
-        """One kill, mostly of work in progress."""
+        """Kill the job once, mostly while it works."""
         least = 2 if victim == "child" else 1
         begin, early = time.monotonic(), draw.random() < EARLY
         delay = draw.uniform(0, self.start_up if early else self.job.reach * (self.seconds - self.start_up))
@@ -210,7 +210,7 @@ class Trial:
         self.note("kill", self.job.name, f"{what} {self.job.name}, {victim}: {about}", faults, **more)
 
     def _settle(self, child: subprocess.Popen[bytes], pids: Sequence[int]) -> list[str]:
-        """Wait until nothing of it runs; what must be stopped is a fault."""
+        """Wait until no process of the job runs; one that must be stopped is a fault."""
         end = time.monotonic() + _PATIENCE
         while child.poll() is None or any(map(running, pids)):
             if time.monotonic() > end:
@@ -222,7 +222,7 @@ class Trial:
         return []
 
     def ended(self, code: int) -> None:
-        """Compare what a command made that came to its end, and make room for the next."""
+        """Compare the result of a finished command and delete it."""
         faults = [f"it ended with {code}, see {self.said}"] if code else []
         if not code:
             made = self.job.made(self.folder)
@@ -235,7 +235,7 @@ class Trial:
         shutil.rmtree(self.folder)
 
     def finish(self) -> None:
-        """Let what was killed last come to its end."""
+        """Run the last killed command to its end."""
         if self.folder.exists() or any(self.folder.parent.glob(".*")):
             self.ended(self.start(self.folder).wait())
 

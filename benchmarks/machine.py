@@ -1,4 +1,4 @@
-"""What the benchmarks say and ask about the machine. Loads no torch: a process that measures others stays small."""
+"""Information about the machine for benchmarks, without torch, so that a measuring process stays small."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 
 
 def processor() -> str:
-    """The model name that Linux gives."""
+    """Return the processor's model name from /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), platform.machine())
 
 
 def available() -> int:
-    """Bytes of memory that a process may still take."""
+    """Return the bytes of available memory."""
     return 1024 * _field("MemAvailable", "/proc/meminfo")
 
 
 def status(key: str) -> int:
-    """KiB of this process: VmRSS (now) or VmHWM (at most)."""
+    """Return KiB of this process: VmRSS (current) or VmHWM (peak)."""
     return _field(key, "/proc/self/status")
 
 
-def forget_peak() -> None:
-    """Give freed memory back to the system and let VmHWM start again from what is in use."""
+def reset_peak() -> None:
+    """Return freed memory to the system and reset VmHWM to the current use."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def write_csv(path: Path, head: str, rows: list[dict[str, Any]]) -> None:
-    """``# head``, the columns of the first row, the rows; whole or not at all."""
+    """Write ``# head``, the columns of the first row and the rows, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", newline="") as file:

@@ -1,4 +1,4 @@
-"""Whole models by encoding: tokens a second and peak memory, reading a block and training on it.
+"""Tokens per second and peak memory of whole models by encoding, in inference and training.
 
     python benchmarks/model.py                                   # base, 2,048 tokens; about 20 minutes on two cores
     python benchmarks/model.py --size tiny --tokens 512 --vocabulary 4096
@@ -35,7 +35,7 @@ SETTING = ("size", "tokens", "batch", "vocabulary", "dtype", "backend", "device"
 
 
 def serve(args: argparse.Namespace, encoding: str) -> None:
-    """The measured process: print the seconds of each repetition and the MiB needed, for both kinds of step."""
+    """Print seconds of each repetition and peak MiB of both kinds of step; runs in the measured process."""
     rpe, _, shared = encoding.partition(", ")
     side = "bf16" if args.dtype == "bf16" else "fp32"
     more = {"attention_backend": args.backend, "rpe_share": "model" if shared else "auto"}
@@ -63,11 +63,11 @@ def serve(args: argparse.Namespace, encoding: str) -> None:
 
 
 def _memory(device: str) -> float:
-    """MiB in use, from where the peak is counted anew."""
+    """Return MiB in use and reset the peak."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 2**20
-    machine.forget_peak()
+    machine.reset_peak()
     return machine.status("VmRSS") / 1024
 
 
@@ -75,8 +75,8 @@ def _most(device: str) -> float:
     return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else machine.status("VmHWM") / 1024
 
 
-def measured(args: argparse.Namespace, encoding: str) -> list[dict[str, Any]]:
-    """What the process of an encoding finds; nothing where it fails, which is said."""
+def measure_encoding(args: argparse.Namespace, encoding: str) -> list[dict[str, Any]]:
+    """Measure an encoding in a process of its own; return no rows if it fails."""
     flags = [word for name in SETTING for word in (f"--{name}", str(getattr(args, name)))]
     command = [sys.executable, __file__, "--serve", encoding, *flags]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -89,7 +89,7 @@ def measured(args: argparse.Namespace, encoding: str) -> list[dict[str, Any]]:
 
 
 def rows(found: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """One for each encoding: speed, the multiple of ``nope``'s, and memory."""
+    """Return a row per encoding: speed, its multiple of ``nope``, and memory."""
     made = []
     base: dict[str, float] = {}
     for encoding in dict.fromkeys(line["encoding"] for line in found):
@@ -135,7 +135,7 @@ def main() -> None:
         for turn, encoding in tqdm(work, disable=None):
             if any((line["turn"], line["found"][0]["encoding"]) == (turn, encoding) for line in kept):
                 continue
-            if found := measured(args, encoding):
+            if found := measure_encoding(args, encoding):
                 kept.append({"setting": about, "turn": turn, "found": found})
                 print(json.dumps(kept[-1]), file=file, flush=True)
     order = {encoding: at for at, encoding in enumerate(args.encodings)}

@@ -1,4 +1,4 @@
-"""Encoding a corpus: this project against fairseq's spm_encode.py, time and peak memory.
+"""Time and peak memory of encoding a corpus, compared with fairseq's spm_encode.py.
 
     python benchmarks/tokenise.py                       # the standard library's sources, under a minute on two cores
     python benchmarks/tokenise.py --text FILE [FILE …]  # other texts: .txt, .jsonl, compressed or not
@@ -29,11 +29,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fairseq_rpe.data.documents import Reader
-from fairseq_rpe.data.encoders import load_encoder
-from fairseq_rpe.data.prepare_options import KNOWN, choose
-from fairseq_rpe.data.sourcefiles import Entry, find_entries
-from fairseq_rpe.data.stream import SplitWriter, cut, encode_chunks, gather
+from fairseq_rpe.data.documents import DocumentReader, SourceFile, find_source_files
+from fairseq_rpe.data.prepare_options import CORPORA, preset_options
+from fairseq_rpe.data.stream import SplitWriter, encode_chunks, group_pieces, split_pieces
+from fairseq_rpe.data.tokenization import load_encoder
 from fairseq_rpe.data.vocabulary import BpeLearner
 
 OUT = Path(__file__).parent / "results" / "tokenise.csv"
@@ -42,7 +41,7 @@ TYPES = 16384
 
 
 def as_fairseq(text: Path, folder: Path) -> None:
-    """The loop of spm_encode.py with its default options, from ``text`` to ``folder/train.spm``."""
+    """Run the loop of spm_encode.py with its default options, from ``text`` to ``folder/train.spm``."""
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor()
@@ -55,7 +54,7 @@ def as_fairseq(text: Path, folder: Path) -> None:
 
 
 def preprocess(folder: Path) -> None:
-    """From ``folder/train.spm`` to fairseq's binarised split."""
+    """Binarise ``folder/train.spm`` with fairseq-preprocess."""
     command = [sys.executable, "-P", "-m", "fairseq_cli.preprocess", "--only-source", "--workers", "2"]
     command += ["--srcdict", str(folder / "dict.txt"), "--trainpref", str(folder / "train.spm")]
     command += ["--destdir", str(folder / "binarised"), "--dataset-impl", "mmap"]
@@ -63,17 +62,19 @@ def preprocess(folder: Path) -> None:
 
 
 def peak_mb(process: int | None) -> float:
-    """Most memory that a process has had; getrusage would also count what its parent had when it was forked."""
+    """Return the peak memory of a process; getrusage would include its parent's memory at the fork."""
     status = Path(f"/proc/{process or 'self'}/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
 
 
 def as_here(text: Path, folder: Path, workers: int) -> float:
-    """From ``text`` to ``folder/train.bin`` and ``.idx``, checked on the way; returns the peak memory of workers."""
+    """Encode ``text`` into ``folder/train.bin`` and ``.idx`` with this project; return the workers' peak memory."""
     peaks: dict[int | None, float] = {}
-    found = (("train", piece) for document in Reader([Entry(text)]) for piece in cut(document.blocks()))
+    found = (
+        ("train", piece) for document in DocumentReader([SourceFile(text)]) for piece in split_pieces(document.blocks())
+    )
     with SplitWriter(folder, "train", load_encoder("bpe", folder).dtype) as writer:
-        for _, encoded in encode_chunks(gather(found), "bpe", folder, workers):
+        for _, encoded in encode_chunks(group_pieces(found), "bpe", folder, workers):
             writer.add(encoded)
             for child in multiprocessing.active_children():
                 peaks[child.pid] = peak_mb(child.pid)
@@ -81,7 +82,7 @@ def as_here(text: Path, folder: Path, workers: int) -> float:
 
 
 def measure(text: Path, folder: Path, way: str) -> dict[str, float]:
-    """Seconds and peak memory of one run in this process, for :func:`in_process`."""
+    """Return seconds and peak memory of one run in this process."""
     begun = time.perf_counter()
     of_others = 0.0
     if way.startswith("fairseq"):
@@ -100,16 +101,16 @@ def measure(text: Path, folder: Path, way: str) -> dict[str, float]:
 
 
 def in_process(text: Path, folder: Path, way: str) -> dict[str, float]:
-    """:func:`measure` in a fresh process."""
+    """Call :func:`measure` in a new process."""
     command = [sys.executable, __file__, "--measure", str(text), str(folder), way]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
 def write_text(sources: list[Path], path: Path, times: int) -> None:
-    """All text as one file, ``times`` times over."""
-    entries = find_entries(sources)[0] if sources else choose(KNOWN["stdlib"], (), path.parent)["train"]
-    texts = ("".join(document.blocks()) for document in Reader(entries, skip_invalid=not sources))
+    """Write all texts into one file, repeated ``times`` times."""
+    entries = find_source_files(sources)[0] if sources else preset_options(CORPORA["stdlib"], (), path.parent)["train"]
+    texts = ("".join(document.blocks()) for document in DocumentReader(entries, skip_invalid=not sources))
     content = "".join(text if text.endswith("\n") else text + "\n" for text in texts)
     with open(path, "w", encoding="utf-8", newline="") as file:
         for _ in range(times):
@@ -133,7 +134,7 @@ def main() -> None:
         text = folder / "text.txt"
         write_text(args.text, text, args.times)
         learner = BpeLearner(TYPES, 20_000_000)
-        for document in Reader([Entry(text)]):
+        for document in DocumentReader([SourceFile(text)]):
             learner.read(document.blocks())
         learner.write(folder)
         runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
@@ -144,7 +145,7 @@ def main() -> None:
 
 
 def record(name: str, size: int, runs: dict[str, list[dict[str, float]]]) -> None:
-    """Print and append medians."""
+    """Print medians and append them to the CSV."""
     median = {w: {k: statistics.median(run[k] for run in found) for k in found[0]} for w, found in runs.items()}
     new = not OUT.exists()
     with open(OUT, "a", newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Training speed and memory: type1 here against stock fairseq with a dense per-head bias.
+"""Training speed and memory of type1, compared with stock fairseq with a dense bias per head.
 
     python benchmarks/train_step.py            # all rows; seven minutes with --repeats 5 on two cores
     python benchmarks/train_step.py --rows tiny-64 --repeats 5
@@ -58,7 +58,7 @@ def build(
     device: str = "cpu",
     **settings: str,
 ) -> Callable[[], float]:
-    """A function that does one training step of its ``model`` and returns the loss in nats per token.
+    """Return a function that runs one training step and returns the loss in nats per token; ``model`` is an attribute.
 
     ``settings``: more of the model's, as ``rpe_share``.
     """
@@ -113,7 +113,7 @@ def build(
 
 
 def dense_mask(heads: int, tokens: int) -> torch.Tensor:
-    """(H, T, T): type1's bias with -inf above the diagonal."""
+    """Return type1's bias (H, T, T) with -inf above the diagonal."""
     from fairseq_rpe.encodings.alibi import alibi_slopes
 
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None]
@@ -122,7 +122,7 @@ def dense_mask(heads: int, tokens: int) -> torch.Tensor:
 
 
 def print_profile(row: str, side: str, rpe: str = "type1") -> None:
-    """The ten operations that take longest by themselves in five steps, and what they take of all the time."""
+    """Print the ten operations with the longest self time in five steps, and their share of the time."""
     step = build(side, *ROWS[row], rpe)
     for _ in range(2):
         step()
@@ -141,15 +141,15 @@ def own_command(side: str, row: str, rpe: str) -> list[str]:
 
 
 def both_checkouts(before: Path) -> dict[str, dict[str, str]]:
-    """The environments of processes that train with the package of another checkout, and with this one's."""
-    from fairseq_rpe.runs.launch import keep_memory
+    """Return environments of processes that train with the package of another checkout and with this one."""
+    from fairseq_rpe.runs.launch import malloc_settings
 
     environment = {"before": {**os.environ, "PYTHONPATH": str(before.resolve())}}
-    return environment | {"after": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **keep_memory(0)}}
+    return environment | {"after": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **malloc_settings(0)}}
 
 
 class Trainer:
-    """A process that trains, a step at a time."""
+    """A process that runs single training steps on request."""
 
     def __init__(self, row: str, side: str, rpe: str, environment: dict[str, str]) -> None:
         pipe = subprocess.PIPE
@@ -187,8 +187,10 @@ def serve(row: str, side: str, rpe: str) -> None:
     print("answer", built / 1024, flush=True)
 
 
-def in_turns(trainers: dict[str, Trainer], repeats: int, about: str) -> tuple[dict[str, float], dict[str, float]]:
-    """The first loss of each, and the median seconds of its further steps."""
+def time_interleaved(
+    trainers: dict[str, Trainer], repeats: int, about: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the first loss of each trainer and the median seconds of its later steps, timed in rotation."""
     losses = {name: trainer.ask() for name, trainer in trainers.items()}
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in tqdm(range(repeats), desc=about, leave=False):
@@ -198,13 +200,13 @@ def in_turns(trainers: dict[str, Trainer], repeats: int, about: str) -> tuple[di
 
 
 def against_stock(row: str, repeats: int) -> dict[str, Any]:
-    """One line of the comparison with stock fairseq."""
-    from fairseq_rpe.runs.launch import keep_memory
+    """Return a row of the comparison with stock fairseq."""
+    from fairseq_rpe.runs.launch import malloc_settings
 
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    trainers = {side: Trainer(row, side, "type1", {**here, **keep_memory(0)}) for side in SIDES}
+    trainers = {side: Trainer(row, side, "type1", {**here, **malloc_settings(0)}) for side in SIDES}
     trainers[AS_INSTALLED] = Trainer(row, "stock", "type1", here)
-    losses, seconds = in_turns(trainers, repeats, row)
+    losses, seconds = time_interleaved(trainers, repeats, row)
     _, tokens, batch, vocabulary = ROWS[row]
     needed = {name: trainer.end()[1] for name, trainer in trainers.items()}
     return {
@@ -221,11 +223,11 @@ def against_stock(row: str, repeats: int) -> dict[str, Any]:
 
 
 def before_and_after(folder: Path, row: str, rpe: str, repeats: int, sides: dict[str, str]) -> dict[str, Any]:
-    """One line of the comparison with the checkout in ``folder``."""
+    """Return a row of the comparison with the checkout in ``folder``."""
     environment = both_checkouts(folder)
     both = {"before": Trainer(row, "type1", rpe, environment["before"])}
     both |= {name: Trainer(row, side, rpe, environment["after"]) for name, side in sides.items()}
-    losses, seconds = in_turns(both, repeats, f"{row}, {rpe}")
+    losses, seconds = time_interleaved(both, repeats, f"{row}, {rpe}")
     _, tokens, batch, _ = ROWS[row]
     result = {"row": row, "rpe": rpe, **{f"{x}_tokens_per_s": round(tokens * batch / seconds[x]) for x in both}}
     result |= {f"{x}_speedup": round(seconds["before"] / seconds[x], 2) for x in sides}

@@ -1,8 +1,8 @@
 """Positional encodings for length extrapolation, for PyTorch and as a fairseq plugin.
 
-``attend``, ``RelativeAttention`` and ``build`` work in any torch program; they are loaded when they are first used, so
-that importing this package needs no torch. ``--user-dir`` imports it too: with fairseq loaded, that registers the
-models, criterions and encodings with fairseq; ``import fairseq_rpe.models`` registers explicitly.
+``attend``, ``RelativeAttention`` and ``build`` work in any torch program. They are imported when they are first used,
+so importing this package does not need torch. If fairseq is already imported, as with ``--user-dir``, importing this
+package registers its models, criterions and encodings with fairseq; ``import fairseq_rpe.models`` does so explicitly.
 """
 
 import importlib
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["RelativeAttention", "attend", "build"]
 
-_HOME = {"RelativeAttention": "attention.functional", "attend": "attention.functional", "build": "encodings"}
+_MODULE_OF_NAME = {"RelativeAttention": "attention.functional", "attend": "attention.functional", "build": "encodings"}
 
 if sys.modules.get("fairseq") is not None:
     from fairseq_rpe import models  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF_NAME[name]}", __name__), name)
     return value
 
 

@@ -14,7 +14,7 @@ resumes.
 
   --algorithms  tasks, e.g. "copy reverse sort summation add_subtract" or "copy:items=10"
   --methods     rope interpolation alibi randomized-10x randomized-5x warping warping-beta, or all
-  --scale paper for the published size; other arguments are those of fairseq-rpe sweep
+  --preset paper for the published size; other arguments are those of fairseq-rpe sweep
 
 Expected on copy: every method answers more than 95 % exactly up to 20 items; beyond that, warping is clearly
 better than rope with interpolation, which is a little better than rope.

@@ -70,10 +70,10 @@ rpe=("$python" -m fairseq_rpe.cli.main)
 if [[ ! $dry ]]; then
     machine=$("$python" -c "
 import sys, torch
-from fairseq_rpe.attention import remembered
+from fairseq_rpe.attention import autotune_cache
 if '$device' == 'cuda' and not torch.cuda.is_available():
     sys.exit('error: torch sees no GPU here: check nvidia-smi, or give --device cpu')
-print(*(f'{name}: {value}' for name, value in remembered.machine(torch.device('$device')).items()), sep='; ')
+print(*(f'{name}: {value}' for name, value in autotune_cache.describe_machine(torch.device('$device')).items()), sep='; ')
 ") || exit 2
     mkdir -p "$out"
     rm -rf "$out/auto"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then makes the corpus of OpenWebText2; all arguments go to fairseq-rpe prepare-known openwebtext2.
+# Sets up .venv if needed, then makes the corpus of OpenWebText2; all arguments go to fairseq-rpe prepare-corpus openwebtext2.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/scripts/setup.sh" --quiet
-exec "$root/.venv/bin/fairseq-rpe" prepare-known openwebtext2 "$@"
+exec "$root/.venv/bin/fairseq-rpe" prepare-corpus openwebtext2 "$@"

@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: scripts/prepare_stdlib.sh [--dest DIR] [--source DIR] [--vocab-size N] [--seed N]
+usage: scripts/prepare_stdlib.sh [--out DIR] [--source DIR] [--vocab-size N] [--seed N]
                                  [--valid-fraction X] [--test-fraction X] [--workers N] [--max-bytes N] [--overwrite]
 
 Makes a binarised code corpus, data-bin/stdlib, from the Python standard library: about ten seconds,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then makes the corpus of Wikipedia with books; all arguments go to fairseq-rpe prepare-known wikibook.
+# Sets up .venv if needed, then makes the corpus of Wikipedia with books; all arguments go to fairseq-rpe prepare-corpus wikibook.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/scripts/setup.sh" --quiet
-exec "$root/.venv/bin/fairseq-rpe" prepare-known wikibook "$@"
+exec "$root/.venv/bin/fairseq-rpe" prepare-corpus wikibook "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv if needed, then makes the corpus of WikiText-103, with --words first the word-level version; all other
-# arguments go to fairseq-rpe prepare-known.
+# arguments go to fairseq-rpe prepare-corpus.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -10,4 +10,4 @@ if [[ "${1:-}" == "--words" ]]; then
     name=wikitext103-words
     shift
 fi
-exec "$root/.venv/bin/fairseq-rpe" prepare-known "$name" "$@"
+exec "$root/.venv/bin/fairseq-rpe" prepare-corpus "$name" "$@"

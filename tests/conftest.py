@@ -264,7 +264,7 @@ def state(trained) -> dict:
 def undrawn(monkeypatch) -> None:
     """Figures are made but not drawn, which takes most of a report's time and is tested elsewhere."""
     monkeypatch.setattr("fairseq_rpe.figures.style.save", lambda figure, *paths: [path.touch() for path in paths])
-    monkeypatch.setattr("fairseq_rpe.figures.sweep_curves.name_ends", lambda *_: None)
+    monkeypatch.setattr("fairseq_rpe.figures.sweep_curves.label_line_ends", lambda *_: None)
     monkeypatch.setattr("fairseq_rpe.reports.page.to_svg", lambda figure: b"<svg/>")
 
 

@@ -112,7 +112,7 @@ def children_in_process() -> Iterator[None]:
 
 def _run(module: str, words: list[str]) -> int:
     """Call a program's entry point as its process would; returns its exit code."""
-    from fairseq_rpe.core.errors import UserError, told
+    from fairseq_rpe.core.errors import UserError, user_message
 
     logging.getLogger().addHandler(logging.NullHandler())  # otherwise fairseq_cli configures the log on its import
     import fairseq_rpe.compat
@@ -137,7 +137,7 @@ def _run(module: str, words: list[str]) -> int:
         except Exception as error:
             # what the replaced sys.excepthook prints
             wrapped = next((e for e in (error, error.__context__) if isinstance(e, UserError)), error)
-            message = told(wrapped)
+            message = user_message(wrapped)
             print(f"error: {message}", file=sys.stderr) if message is not None else traceback.print_exc()
             return 1
         finally:

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fairseq_rpe.data.folder import MADE_BY, MANIFEST, write_dictionary
-from fairseq_rpe.data.tokenizer import Tokenizer, train_tokenizer
-from fairseq_rpe.questions.dataset import Prepared
-from fairseq_rpe.questions.dataset_writer import Asked, AskedSet, store
-from fairseq_rpe.questions.question import Question
+from fairseq_rpe.data.tokenization import Tokenizer, train_tokenizer
+from fairseq_rpe.questions.build_dataset import PendingQuestion, PendingSet, write_dataset
+from fairseq_rpe.questions.dataset import Question, QuestionDataset
 from fairseq_rpe.utils.files import write_json
 
 LINES = ("The river rose in March. Old Tamsin mended the wheel.", "Who mended the wheel? Tamsin, said Bren.") * 4
@@ -47,7 +46,7 @@ def make_folder(
     name: str = "made",
     metrics: tuple[str, ...] = ("f1", "em"),
     answer_tokens: int = 16,
-) -> Prepared:
+) -> QuestionDataset:
     """A prepared folder of one set; its vocabulary is made beside it where none is given."""
     splits = splits or {"train": questions(8), "valid": questions(4, start=8)}
     return make_sets(folder, [asked_set(name, splits, metrics, answer_tokens)], vocab)
@@ -58,16 +57,16 @@ def asked_set(
     splits: Mapping[str, Sequence[Question]],
     metrics: tuple[str, ...] = ("f1", "em"),
     answer_tokens: int = 16,
-) -> AskedSet:
+) -> PendingSet:
     """One of several sets for :func:`make_sets`."""
 
     def reading(split: str):
-        return lambda: (Asked(question, lambda: f"{split}.jsonl") for question in splits[split])
+        return lambda: (PendingQuestion(question, lambda: f"{split}.jsonl") for question in splits[split])
 
-    return AskedSet(name, "own", metrics, metrics[0], answer_tokens, {split: reading(split) for split in splits})
+    return PendingSet(name, "own", metrics, metrics[0], answer_tokens, {split: reading(split) for split in splits})
 
 
-def make_sets(folder: Path, sets: Sequence[AskedSet], vocab: Path | None = None) -> Prepared:
+def make_sets(folder: Path, sets: Sequence[PendingSet], vocab: Path | None = None) -> QuestionDataset:
     """A prepared folder of several sets."""
     vocab = vocab or vocabulary(folder.parent / "vocabulary")
-    return store(folder, sets, vocab, "fairseq-rpe prepare-answers", {"made": "here"}, say=lambda line: None)
+    return write_dataset(folder, sets, vocab, "fairseq-rpe prepare-answers", {"made": "here"}, say=lambda line: None)

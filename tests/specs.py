@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from fairseq_rpe.core import Positions, block
+from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build, names
 from fairseq_rpe.encodings.base import Encoding
 from fairseq_rpe.encodings.interface import EncodingInterface
@@ -22,14 +22,14 @@ SPECS = {
     "sinusoidal": ["sinusoidal", "sinusoidal:style=vaswani"],
     "learned": ["learned"],
     "alibi": ["alibi"],
-    "type1": ["type1", "type1:form=paper"],
-    "type2": ["type2", "type2:form=paper"],
-    "inv_n": ["inv_n", "inv_n:form=paper"],
-    "inv_nlnn": ["inv_nlnn", "inv_nlnn:form=paper"],
+    "type1": ["type1", "type1:variant=paper"],
+    "type2": ["type2", "type2:variant=paper"],
+    "inv_n": ["inv_n", "inv_n:variant=paper"],
+    "inv_nlnn": ["inv_nlnn", "inv_nlnn:variant=paper"],
     "window": ["window:window=5"],
     "kerple_log": ["kerple_log"],
     "kerple_power": ["kerple_power", "kerple_power:p=0.5,a=0.1"],
-    "sandwich": ["sandwich", "sandwich:form=evo,dim=32"],
+    "sandwich": ["sandwich", "sandwich:variant=evo,dim=32"],
     "t5_bias": ["t5_bias:init_std=1", "t5_bias:variant=clipped,buckets=9,init_std=1"],
     "rope": [
         "rope",
@@ -54,13 +54,13 @@ SPECS = {
     "tupe": ["tupe", "tupe:relative=true"],
     "floater": ["floater:steps=1"],
     "complex": ["complex:frequencies=dimension"],
-    "bipe": [],  # it reads tokens, of which most of these tests know nothing: see test_bipe and test_token_readers
+    "bipe": [],  # it reads tokens, which most of these tests do not have: see test_bipe and test_token_readers
     "self_extend": ["self_extend:group=4,window=8"],
     "rerope": ["rerope:window=5,logn=true,original_length=8,rotary_fraction=0.5"],
-    "leaky_rerope": ["leaky_rerope:window=5,leak=4,interleaved=true"],
-    "lm_infinite": ["lm_infinite:sinks=2,window=7,ceiling=5"],
+    "leaky_rerope": ["leaky_rerope:window=5,k=4,interleaved=true"],
+    "lm_infinite": ["lm_infinite:sinks=2,window=7,max_distance=5"],
     "streaming_llm": ["streaming_llm:sinks=3,recent=6"],
-    "dual_chunk": ["dual_chunk:chunk=6,cap=9"],
+    "dual_chunk": ["dual_chunk:chunk=6,max_position=9"],
     "fire": [
         "fire",
         "fire:exact=true",
@@ -72,11 +72,11 @@ ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
 # the same for encodings that depend on what the tokens are
 CONTENT = {
     "huang": ["huang:max_distance=5", "huang:method=1,max_distance=6", "huang:method=3,max_distance=7"],
-    "shaw": ["shaw:clip=5", "shaw:clip=7,values=true"],
-    "music": ["music:max_distance=9", "music:beyond=clip"],
-    "transformer_xl": ["transformer_xl", "transformer_xl:clamp=6"],
+    "shaw": ["shaw:max_distance=5", "shaw:max_distance=7,values=true"],
+    "music": ["music:max_distance=9", "music:out_of_range=clip"],
+    "transformer_xl": ["transformer_xl", "transformer_xl:max_distance=6"],
     "deberta": ["deberta", "deberta:max_distance=12,buckets=6", "deberta:max_distance=9,p2c=paper"],
-    "cope": ["cope:max_positions=5", "cope:scaled=content"],
+    "cope": ["cope:max_positions=5", "cope:scale_on=content"],
     "dape": [
         "dape",
         "dape:base=fire",
@@ -87,51 +87,51 @@ CONTENT = {
 }
 SPECS |= CONTENT
 CONTENT_SPECS = [spec for specs in CONTENT.values() for spec in specs]
-# those that read a rope model beyond its length
-LONGER = ("self_extend", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm", "dual_chunk")
+# encodings that evaluate a rope model beyond its training length
+REGION_ROPES = ("self_extend", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm", "dual_chunk")
 
 
 def _overrides(name: str) -> Callable[[Encoding], bool]:
     return lambda encoding: getattr(type(encoding), name) is not getattr(EncodingInterface, name)
 
 
-def _form_of_scores(encoding: Encoding) -> str:
-    """The class of the bias that queries and keys decide, empty without one: each is computed in its own way."""
+def _content_bias_type(encoding: Encoding) -> str:
+    """The class of the content bias, empty without one: each is computed differently."""
     if not encoding.has_content_bias:
         return ""
     x, heads = torch.zeros(1, 3, 32), torch.zeros(1, 4, 3, 8)
     return type(encoding.content_bias(heads, heads, Positions.arange(3), encoding.token_features(x))).__name__
 
 
-def _form(encoding: Encoding) -> str:
-    """The class of the bias that positions decide, and whether it hides keys; empty without one."""
+def _position_bias_type(encoding: Encoding) -> str:
+    """The class of the position bias, and whether it hides keys; empty without one."""
     pos = Positions.arange(40)
-    form = None if encoding.needs_token_ids or encoding.position_type == "none" else encoding.position_bias(pos)
-    if form is None:
+    bias = None if encoding.needs_token_ids or encoding.position_type == "none" else encoding.position_bias(pos)
+    if bias is None:
         return ""
-    hides = torch.isneginf(block(form, pos).tril()).any()
-    return type(form).__name__ + (" that hides keys" if hides else "")
+    hides = torch.isneginf(bias.materialize(pos).tril()).any()
+    return type(bias).__name__ + (" that hides keys" if hides else "")
 
 
 # the capabilities of an encoding, by which the code that uses it takes different paths
 CAPABILITIES: dict[str, Callable[[Encoding], object]] = {
     "adds_bias": lambda encoding: encoding.adds_bias,
-    "form": lambda encoding: _form(encoding),
+    "position_bias": lambda encoding: _position_bias_type(encoding),
     "rotates": lambda encoding: encoding.rotates,
     "changes_values": lambda encoding: encoding.changes_values,
     "embeds": lambda encoding: encoding.embeds,
     "needs_token_ids": lambda encoding: encoding.needs_token_ids,
-    "scores": lambda encoding: _form_of_scores(encoding),
+    "content_bias": lambda encoding: _content_bias_type(encoding),
     "transform_scores": _overrides("transform_scores"),
-    "reading": lambda encoding: encoding.relative_values(Positions.arange(2)) is not None,
-    "note": _overrides("token_features"),
-    "settle": _overrides("prepare_positions"),
-    "regions": lambda encoding: encoding.rotation_regions(Positions.arange(80)) is not None,
+    "relative_values": lambda encoding: encoding.relative_values(Positions.arange(2)) is not None,
+    "token_features": _overrides("token_features"),
+    "prepare_positions": _overrides("prepare_positions"),
+    "rotation_regions": lambda encoding: encoding.rotation_regions(Positions.arange(80)) is not None,
     "is_distance_bias": lambda encoding: encoding.is_distance_bias,
     "length_dependent": lambda encoding: encoding.length_dependent,
     "fixed_rotation": lambda encoding: encoding.fixed_rotation,
     "max_queries_per_call": lambda encoding: encoding.max_queries_per_call is not None,
-    "positions": lambda encoding: encoding.position_type,
+    "position_type": lambda encoding: encoding.position_type,
     "learns": lambda encoding: any(True for _ in encoding.parameters()),
 }
 

@@ -12,11 +12,11 @@ import pytest
 from conftest import command_words, run_here
 from refusal import refusal
 
+from fairseq_rpe.cli import sweep as sweep_command
 from fairseq_rpe.cli.main import build_parser
-from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.sweeps import fine_tuning_grid, grid, recipes, run_sweep
-from fairseq_rpe.sweeps.grid import Cell
+from fairseq_rpe.sweeps.grid import SweepRun
 from fairseq_rpe.sweeps.resolve import Sweep
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, slug
 from fairseq_rpe.utils import files
@@ -45,11 +45,11 @@ class Broken(DistanceBias):
 '''
 
 
-def resolve_sweep(*argv: object) -> tuple[Sweep, list[Cell]]:
+def resolve_sweep(*argv: object) -> tuple[Sweep, list[SweepRun]]:
     """Resolve a command line of ``sweep``: returns the sweep and its runs."""
     args = parse(["sweep", "--device", "cpu", *map(str, argv)])
-    sweep = resolved(Namespace(**{**vars(args), "extra": tuple(args.extra)}))
-    make = (fine_tuning_grid if sweep.questions else grid).make
+    sweep = sweep_command.resolve_sweep(Namespace(**{**vars(args), "extra": tuple(args.extra)}))
+    make = fine_tuning_grid.build_fine_tuning_runs if sweep.questions else grid.build_runs
     return sweep, make(sweep, run_sweep.check_data(sweep, dry=True))
 
 
@@ -92,21 +92,22 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def finished_sweep(
-    folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[int, ...] = (1,), **state: object
+    folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[int, ...] = (1,), **record: object
 ) -> SweepFolder:
-    """A finished sweep at 64 tokens with these perplexities, 2 more for each further seed; ``state``: its record."""
+    """A finished sweep at 64 tokens with these perplexities, 2 more for each further seed; ``record``: more keys."""
     lengths = sorted({length for values in ppl.values() for length in values})
-    record = {"settings": {"tokens": 64, "subset": "test"}, "encodings": list(ppl), "seeds": list(seeds)}
-    files.write_json(folder / "sweep.json", {**record, "lengths": lengths, **state})
+    settings = {"tokens": 64, "split": "test"}
+    own = {"layout": 2, "settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths}
+    files.write_json(folder / "sweep.json", {**own, **record})
     for spec, values in ppl.items():
         for number, seed in enumerate(seeds):
             run = folder / "runs" / slug(spec, seed)
-            files.write_json(run / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
+            files.write_json(run / "checkpoints/run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
             add_results(run, *({"length": n, "ppl": value + 2 * number} for n, value in values.items()))
     return SweepFolder(folder)
 
 
 def add_results(run: Path, *rows: Mapping[str, object]) -> None:
-    common = {"checkpoint": "c", "subset": "test", "loss_base2": 1.0, "tokens": 99}
+    common = {"checkpoint": "c", "split": "test", "loss_base2": 1.0, "tokens": 99}
     for row in rows:
         files.append_json_line(run / "eval.jsonl", {**common, **row})

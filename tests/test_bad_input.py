@@ -21,29 +21,38 @@ import pytest
 from conftest import checkpoint_with, error_of
 
 from fairseq_rpe.cli.main import build_parser, main
-from fairseq_rpe.cli.options import decay, fraction, heads, integer, least, positive_float, positive_int, rate
+from fairseq_rpe.cli.options import (
+    decay,
+    fraction,
+    heads,
+    integer,
+    nonnegative_float,
+    positive_float,
+    positive_int,
+    rate,
+)
 
 LONG = "x" * 300
 GOOD = {
     "eval": "eval {good} {data} --lengths 64",
     "sliding": "sliding {good} {data}",
     "erf": "erf {good} {data}",
-    "accuracy": "accuracy {good}",
+    "eval-task": "eval-task {good}",
     "verdict": "verdict alibi",
     "learned": "verdict --checkpoint {good}",
     "formula": "verdict --formula -n",
     "trf": "trf alibi",
     "fire-fit": "fire-fit alibi",
-    "profile": "profile alibi",
+    "bias": "bias alibi",
     "list": "list",
     "report": "report {zoo}/sweep",
     "figures": "figures alibi",
     "drawn": "figures --checkpoint {good}",
     "sensitivity": "sensitivity",
     "bench": "bench",
-    "prepare": "prepare {zoo}/texts --dest {here}/d",
-    "stdlib": "prepare-stdlib --dest {here}/d",
-    "train": "train {data} --rpe alibi --save-dir {here}/r --tokens 32 --updates 2 --device cpu",
+    "prepare": "prepare {zoo}/texts --out {here}/d",
+    "stdlib": "prepare-stdlib --out {here}/d",
+    "train": "train {data} --rpe alibi --out {here}/r --tokens 32 --updates 2 --device cpu",
     "sweep": "sweep {data} --encodings alibi --out {here}/s --lengths 64",
 }
 
@@ -81,15 +90,21 @@ def fill_zoo(zoo: Path, corpus: Path, state: dict) -> None:
 def write_sweeps(zoo: Path) -> None:
     """Folders of sweeps of made-up numbers: a finished one, one with a number that is none, and one with no record."""
     (zoo / "sweep_empty").mkdir()
-    (zoo / "sweep_empty" / "sweep.json").write_text("{}")
-    row = {"checkpoint": "c", "subset": "test", "loss_base2": 1.0, "tokens": 99}
-    state = {"settings": {"tokens": 64, "subset": "test"}, "encodings": ["alibi"], "seeds": [1], "lengths": [64, 128]}
+    (zoo / "sweep_empty" / "sweep.json").write_text('{"layout": 2}')
+    row = {"checkpoint": "c", "split": "test", "loss_base2": 1.0, "tokens": 99}
+    state = {
+        "layout": 2,
+        "settings": {"tokens": 64, "split": "test"},
+        "encodings": ["alibi"],
+        "seeds": [1],
+        "lengths": [64, 128],
+    }
     for name, last in (("sweep", 11.0), ("sweep_nan", math.nan)):
         rows = [json.dumps({**row, "length": length, "ppl": ppl}) for length, ppl in ((64, 10.0), (128, last))]
         run = zoo / name / "runs" / "alibi-seed1"
         (run / "checkpoints").mkdir(parents=True)
         (zoo / name / "sweep.json").write_text(json.dumps(state))
-        (run / "checkpoints" / "run.json").write_text(json.dumps({"finished": {"checkpoint": "c"}}))
+        (run / "checkpoints" / "run.json").write_text(json.dumps({"layout": 2, "finished": {"checkpoint": "c"}}))
         (run / "eval.jsonl").write_text("\n".join(rows) + "\n")
 
 
@@ -101,19 +116,19 @@ CASES = r"""
 +fire-fit --figure {zoo}/folder  -> --figure folder is a folder: name a file
 +fire-fit --figure {zoo}/new.gif  -> name a file that ends with .png or .pdf
 +sliding|erf|trf|figures|drawn|sensitivity|bench|sweep --out {zoo}/text  -> --out text: text is a file, not a folder
-+prepare|stdlib --dest {zoo}/text  -> --dest text: text is a file, not a folder: name another one
-+train --save-dir {zoo}/text  -> --save-dir text: text is a file, not a folder
++prepare|stdlib --out {zoo}/text  -> --out text: text is a file, not a folder: name another one
++train --out {zoo}/text  -> --out text: text is a file, not a folder
 +train --tensorboard {zoo}/text  -> --tensorboard text: text is a file, not a folder
-+train --save-dir {data}  -> is a data folder (it has dict.txt): name another one
-+train --save-dir {zoo}/foreign  -> no run.json
++train --out {data}  -> is a data folder (it has dict.txt): name another one
++train --out {zoo}/foreign  -> no run.json
 +sweep|figures|drawn|trf|erf|sliding|bench|sensitivity --out {data}  -> is a data folder (it has dict.txt): name another one
 +sweep --out {zoo}/sweep_empty  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
-+prepare --dest {here}  -> is the current folder or one above it
-+train --save-dir {zoo}/sweep  -> is the folder of a sweep (it has sweep.json)
++prepare --out {here}  -> is the current folder or one above it
++train --out {zoo}/sweep  -> is the folder of a sweep (it has sweep.json)
 +sweep --out {zoo}/sweep/runs/alibi-seed1  -> is the folder of a run (it has
-+prepare --dest {zoo}/texts  -> texts is not empty and was not made by this command: move it or give
++prepare --out {zoo}/texts  -> texts is not empty and was not made by this command: move it or give
 # modules of the user
-+eval|sliding|erf|verdict|fire-fit|profile|list|report|figures|bench|train|sweep --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0)
++eval|sliding|erf|verdict|fire-fit|bias|list|report|figures|bench|train|sweep --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0)
 +list --rpe-module {zoo}/absent.py  -> --rpe-module absent.py does not exist: name a Python file
 +list --rpe-module {zoo}/folder  -> --rpe-module folder is not a file: name a Python file
 +list --rpe-module {zoo}/binary.py  -> --rpe-module binary.py: SyntaxError: source code string cannot contain
@@ -130,40 +145,40 @@ eval {good} {zoo}/pipe_dict.txt --lengths 64  -> pipe_dict.txt
 eval {good} {zoo}/pipe_test.idx --lengths 64  -> pipe_test.idx
 eval {good} {zoo}/pipe_corpus.json --lengths 64  -> pipe_corpus.json/corpus.json is a device, a pipe or a socket
 erf {good} {zoo}/absent  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
-train {zoo}/absent --rpe alibi --save-dir {here}/r  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
+train {zoo}/absent --rpe alibi --out {here}/r  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 sweep {zoo}/absent --encodings alibi --out {here}/s --lengths 64  -> data folder absent does not exist
-+eval|sliding|sweep --subset exam  -> data has no exam.idx: it is not a binarised data folder with
++eval|sliding|sweep --split exam  -> data has no exam.idx: it is not a binarised data folder with
 # specs
 +eval|train --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
-verdict|trf|fire-fit|profile|figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
+verdict|trf|fire-fit|bias|figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 +sweep --encodings typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 +eval|train --rpe ''  -> --rpe: is empty: write name or name:key=value,key=value
-profile window:window=99999999999999999999999  -> option 'window' of 'window' must be at most 1000000000, not
-profile t5_bias:buckets=1000000  -> option 'buckets' of 't5_bias' must be at most 65536
-profile fire:hidden_width=9  -> 'fire' has no option 'hidden_width' (did you mean 'hidden'?); its
-+eval|sliding --positions wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
+bias window:window=99999999999999999999999  -> option 'window' of 'window' must be at most 1000000000, not
+bias t5_bias:buckets=1000000  -> option 'buckets' of 't5_bias' must be at most 65536
+bias fire:hidden_width=9  -> 'fire' has no option 'hidden_width' (did you mean 'hidden'?); its
++eval|sliding --positions-eval wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
 +train --positions-train wrap  -> unknown position transform 'wrap'
-+eval --positions interpolate:ratio=0  -> option 'ratio' of 'interpolate' must be more than 0 and at most 1, not
-+eval --positions offset:by=1e400  -> option 'by' of 'offset' wants a whole number, not '1e400'
-+eval --positions randomized:max=3  -> option 'max' of 'randomized' is 3 but a row has 64 tokens: raise max to
++eval --positions-eval interpolate:ratio=0  -> option 'ratio' of 'interpolate' must be more than 0 and at most 1, not
++eval --positions-eval offset:offset=1e400  -> option 'offset' of 'offset' wants a whole number, not '1e400'
++eval --positions-eval randomized:max_position=3  -> option 'max_position' of 'randomized' is 3 but a row has 64 tokens: raise max_position to
 # the parser; numbers are in NUMBERS
 --nothing  -> the following arguments are required: COMMAND
 nothing  -> unknown command 'nothing' (did you mean 'train'?); known
 eval  -> the following arguments are required: CHECKPOINT, DATA
-train {data} --rpe alibi  -> the following arguments are required: --save-dir
+train {data} --rpe alibi  -> the following arguments are required: --out
 eval --rpe  -> --rpe: expected one argument
 +eval --length 3  -> unrecognized arguments: --length 3 (see fairseq-rpe eval --help)
 +eval -- --seed 1  -> 'eval' takes no further flags after --: only train and sweep do
-+eval --log=--  -> argument --log: '--' is no value of an option
++eval --log=--  -> argument --log: '--' is not a value of an option
 +eval --lengths 64,64  -> --lengths: '64,64' gives a number twice
 +eval --lengths 64,,128  -> --lengths: '64,,128' has a comma with no number beside it
 +eval --lengths ''  -> --lengths: is empty: give at least one number
 +eval --device gpu  -> --device: invalid choice: 'gpu' (choose from 'auto', 'cpu', 'cuda')
 +eval|bench|train --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or check
-+accuracy --split exam  -> --split: invalid choice: 'exam' (choose from 'train', 'valid', 'test')
++eval-task --split exam  -> --split: invalid choice: 'exam' (choose from 'train', 'valid', 'test')
 +list --positions --algorithms  -> not allowed with
 user-dir extra  -> unrecognized arguments: extra
-prepare-known nothing  -> NAME: invalid choice: 'nothing' (choose from 'wikitext103'
+prepare-corpus nothing  -> NAME: invalid choice: 'nothing' (choose from 'wikitext103'
 # eval, sliding, erf
 +eval --max-tokens 10  -> --max-tokens 10 is less than length 64: raise it
 +eval|train|sweep --attention-backend flash  -> unknown attention backend 'flash'; known: auto, reference, sdpa, flex
@@ -174,7 +189,7 @@ prepare-known nothing  -> NAME: invalid choice: 'nothing' (choose from 'wikitext
 +erf --length 16 --blocks 2 --rows 17  -> --rows 17 is more than a block of 16 tokens
 +erf|verdict --epsilon 0  -> --epsilon 0 is not between 0 and 1: it is the part of the attention
 +erf --epsilon 0.1,0.1  -> --epsilon: '0.1,0.1' gives a number twice
-# verdict, trf, fire-fit, profile
+# verdict, trf, fire-fit, bias
 verdict --formula '9**9**9**9*n'  -> the formula '9**9**9**9*n' has no real value at n = 0, or none that can
 trf nope  -> nothing to draw: none of these sums converges, so there is no
 verdict|trf  -> give either SPEC…, or --formula, or --checkpoint
@@ -184,7 +199,7 @@ verdict|trf  -> give either SPEC…, or --formula, or --checkpoint
 verdict --formula ''  -> the formula is empty: give an expression in n, for example -2*log(n+1)
 verdict --formula 'x*n'  -> unknown name 'x' in the formula (the distance is called n); known: n
 verdict --formula '__import__("os").system("true")'  -> '__import__("os").system("true")' cannot stand in a formula
-+profile --heads 3 --width 128  -> 3 heads do not divide a model width of 128: choose another number of
++bias --heads 3 --width 128  -> 3 heads do not divide a model width of 128: choose another number of
 # report, figures
 report {zoo}/absent  -> absent holds no sweep.json: name the --out folder of a sweep
 figures --sweep {zoo}/absent  -> absent holds no sweep.json: name the --out folder of a sweep
@@ -198,14 +213,14 @@ report {zoo}/sweep_nan  -> sweep_nan/runs/alibi-seed1/eval.jsonl line 2: ppl of 
 +bench --lengths 1000000000  -> not enough memory
 +bench --model tiny --lengths 1000000000  -> not enough memory
 # prepare and its relatives
-prepare --dest {here}/d  -> no text is given: name folders or files
-prepare {zoo}/absent --dest {here}/d  -> absent does not exist: give a folder or file with text
-prepare {long} --dest {here}/d  -> too long a name
-prepare {zoo}/garbage --dest {here}/d  -> garbage is a binary file: give text, .jsonl or .parquet
-prepare {zoo}/odd.jsonl --dest {here}/d  -> odd.jsonl line 2 has a 'text' that is not a string: name another with
-prepare {zoo}/nofield.jsonl --dest {here}/d  -> nofield.jsonl line 1 has no field 'text' but words: name one with
-prepare {zoo}/odd.zip --dest {here}/d  -> odd.zip is cut short or damaged (File is not a zip file): get it again
-prepare hub:nobody --dest {here}/d  -> hub:nobody is not a data set of the hub: use hub:OWNER/NAME or
+prepare --out {here}/d  -> no text is given: name folders or files
+prepare {zoo}/absent --out {here}/d  -> absent does not exist: give a folder or file with text
+prepare {long} --out {here}/d  -> too long a name
+prepare {zoo}/garbage --out {here}/d  -> garbage is a binary file: give text, .jsonl or .parquet
+prepare {zoo}/odd.jsonl --out {here}/d  -> odd.jsonl line 2 has a 'text' that is not a string: name another with
+prepare {zoo}/nofield.jsonl --out {here}/d  -> nofield.jsonl line 1 has no field 'text' but words: name one with
+prepare {zoo}/odd.zip --out {here}/d  -> odd.zip is cut short or damaged (File is not a zip file): get it again
+prepare hub:nobody --out {here}/d  -> hub:nobody is not a data set of the hub: use hub:OWNER/NAME or
 +prepare|stdlib --vocab-size 3  -> --vocab-size 3 is out of range: use 300 to 1000000
 +prepare --vocab-size 100000  -> --vocab-size 100000 is too large for this text: the largest possible is
 +prepare --workers 0  -> --workers 0 is out of range: use 1 to 256
@@ -220,24 +235,24 @@ prepare hub:nobody --dest {here}/d  -> hub:nobody is not a data set of the hub: 
 +prepare --gpt2 {zoo}/folder  -> --tokenizer gpt2 and --gpt2 FOLDER go together: FOLDER has vocab.json
 +prepare --vocab-from {zoo}/absent  -> --vocab-from absent is not a prepared corpus: name a folder made by
 +prepare --tokenizer gpt2 --gpt2 {zoo}/folder  -> --gpt2 folder has no vocab.json or encoder.json: put GPT-2's vocabulary
-prepare-answers --train {zoo}/pipe.jsonl --valid {zoo}/pipe.jsonl --dest {here}/d --vocab-from {data}  -> pipe.jsonl
-prepare-known books --archive --dest {here}/d  -> --archive: this corpus has no archive, leave the option out
+prepare-questions --train {zoo}/pipe.jsonl --valid {zoo}/pipe.jsonl --out {here}/d --vocab-from {data}  -> pipe.jsonl
+prepare-corpus books --archive --out {here}/d  -> --archive: this corpus has no archive, leave the option out
 +stdlib --max-bytes 0  -> --max-bytes 0 is out of range: use 1 to 9223372036854775808
 # train
-train --rpe alibi --save-dir {here}/r  -> name what to train on: either a DATA folder or --algorithm SPEC
+train --rpe alibi --out {here}/r  -> name what to train on: either a DATA folder or --algorithm SPEC
 +train --algorithm copy  -> name what to train on: either a DATA folder or --algorithm SPEC
-train --algorithm copy --tokens 5 --rpe rope --save-dir {here}/r  -> --tokens does not go with --algorithm: say how many
+train --algorithm copy --tokens 5 --rpe rope --out {here}/r  -> --tokens does not go with --algorithm: say how many
 +train --tokens 1000000  -> less than one block of 1000000
 +train|sweep --arch foo  -> --arch foo is not one of tiny, small, wiki103, base, large (or
 +train --arch transformer_lm  -> --arch transformer_lm is not one of tiny, small, wiki103, base, large (or
 +train --arch 'tiny '  -> is not one of tiny, small, wiki103, base, large (or
-+train --inspect-every 5  -> --inspect-every writes for TensorBoard: give --tensorboard DIR too
++train --log-encodings-every 5  -> --log-encodings-every writes to TensorBoard: give --tensorboard DIR too
 # sweep
 sweep {data} --encodings alibi  -> --lengths is missing: name the lengths to evaluate in tokens, e.g.
 +sweep --encodings ''  -> --encodings is empty: name at least one, e.g. --encodings "alibi type1"
 +sweep --encodings 'alibi, alibi'  -> --encodings names one twice: leave one out
 +sweep --max-tokens 63  -> --max-tokens 63 is less than length 64: raise it
-+sweep -- --save-dir x  -> --save-dir after -- is set by this command itself: give --save-dir
++sweep -- --save-dir x  -> --save-dir after -- is set by this command itself: give --out
 sweep {data} --recipe nothing  -> unknown recipe 'nothing'; known: extend, extend-abf
 sweep {data} --recipe {zoo}/pipe.toml --out {here}/s  -> pipe.toml
 sweep {data} --recipe {zoo}/odd.toml --out {here}/s  -> recipe odd.toml is not TOML: Invalid value (at end of document)
@@ -245,9 +260,9 @@ sweep --algorithms copy --encodings rope --out {here}/s --tokens 5  -> --tokens 
 """
 # What each option with a number takes, in the words that refuse "x"; where commands differ, by command and option.
 NUMBERS = {
-    "a whole number from 1 to 1000000000": "--answer-tokens --tokens --valid-tokens --shortest --questions "
+    "a whole number from 1 to 1000000000": "--answer-tokens --tokens --valid-tokens --min-tokens --questions "
     "--valid-questions --documents --save-every --log-interval --updates --batch-sentences --warmup --update-freq "
-    "--inspect-every --lengths --max-tokens --batch-size --draws --windows --stride --first-tokens --samples "
+    "--log-encodings-every --lengths --max-tokens --batch-size --position-samples --windows --stride --first-tokens --samples "
     "--population --iterations --beam --length --head --quantised --blocks --rows --train-length --batch --repeats",
     "a whole number from 1 to 4294967295": "--seed --seeds",
     "a whole number from 0 to 1000000000": "--node-rank --query --layers",
@@ -264,7 +279,7 @@ NUMBERS = {
 OF_CORPORA = "a whole number from 0 to 9223372036854775808"  # and below 0, with the range said by another check
 ELSEWHERE = {
     option: f"a whole number from 1 to {most}"
-    for option, most in (("sensitivity --head-width", 10**9), ("profile --width", 65536), ("profile --length", 2**24))
+    for option, most in (("sensitivity --head-width", 10**9), ("bias --width", 65536), ("bias --length", 2**24))
 }
 
 
@@ -309,8 +324,8 @@ def test_one_line_and_nothing_left(zoo, tmp_path, monkeypatch, capsys, command, 
 
 @pytest.mark.parametrize(("dest", "more"), [("d", ("--name", "\udcff")), ("\udcff", ())])
 def test_a_name_of_questions_that_is_not_utf_8_is_refused(dest, more, zoo, tmp_path, capsys):
-    words = ("--train", zoo / "text", "--valid", zoo / "text", "--vocab-from", zoo / "data", "--dest", tmp_path / dest)
-    assert r"--name '\udcff' is not UTF-8" in error_of(capsys, "prepare-answers", *words, *more)
+    words = ("--train", zoo / "text", "--valid", zoo / "text", "--vocab-from", zoo / "data", "--out", tmp_path / dest)
+    assert r"--name '\udcff' is not UTF-8" in error_of(capsys, "prepare-questions", *words, *more)
 
 
 def test_every_number_has_its_range():
@@ -341,7 +356,7 @@ def test_every_number_has_its_range():
         (integer, "-9223372036854775808 0 7 9223372036854775808", "9223372036854775809 1.5 ٣ x"),
         (positive_float, "1e-9 1e300", "0 -1 nan inf x"),
         (rate, "1e-9 100", "0 100.1 nan inf 1e30"),
-        (least, "0 7.5", "-0.1 inf nan"),
+        (nonnegative_float, "0 7.5", "-0.1 inf nan"),
         (decay, "0 100", "-0.1 100.1 nan"),
         (fraction, "0 0.999", "1 -0.1 nan"),
     ],

@@ -26,15 +26,15 @@ from hypothesis import strategies as some
 from in_process import fairseq
 
 from fairseq_rpe.checkpoints import checkpoint_file
-from fairseq_rpe.checkpoints.checkpoint import check_size
+from fairseq_rpe.checkpoints.checkpoint import check_model_size
 from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.folder import digest
+from fairseq_rpe.data.folder import corpus_digest
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import CheckpointFolder
-from fairseq_rpe.runs.settings import Request, plan
+from fairseq_rpe.runs.settings import TrainingRequest, make_plan
 from fairseq_rpe.utils.files import append_json_line, write_json
-from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.records import from_attributes
 
 CANARY = "canary-5e1f"
 PAYLOAD = "EXECUTED"
@@ -293,17 +293,17 @@ SIZES = {  # beyond their ranges, and of other types
     "model.decoder_input_dim": (0, 2**20 + 1),
     "model.decoder_output_dim": (0, 2**20 + 1),
     "model.max_target_positions": (-1, MOST + 1),
-    "model.rpe_inspect_every": (-1, MOST + 1),
+    "model.rpe_log_encodings_every": (-1, MOST + 1),
     "task.tokens_per_sample": ("x", -1, MOST + 1),
     "task.output_dictionary_size": ("x", -2, MOST + 1),
 }
 OWN = {  # of encodings: commands that restore them say so; accuracy looks at the task first
-    "table": (setting(rpe="learned:max_positions=2000000000"), "holds other parameters than|2000000000"),
-    "table-length": (setting(rpe="learned", rpe_train_length=2**31 - 1), "holds other parameters than 'learned' has"),
+    "table": (setting(rpe="learned:max_positions=2000000000"), "has other parameters than|2000000000"),
+    "table-length": (setting(rpe="learned", rpe_train_length=2**31 - 1), "has other parameters than 'learned'"),
     "buckets": (setting(rpe="t5_bias:buckets=1000000000,max_distance=2000000000"), "other parameters|buckets"),
-    "hidden": (setting(rpe="fire:hidden=1000000"), "holds other parameters than|hidden"),
+    "hidden": (setting(rpe="fire:hidden=1000000"), "has other parameters than|hidden"),
     "dim": (setting(rpe="sandwich:dim=1000000000"), "dim"),
-    "other-spec": (setting(rpe="kerple_log"), "holds other parameters than 'kerple_log' has"),
+    "other-spec": (setting(rpe="kerple_log"), "has other parameters than 'kerple_log'"),
     "unknown-spec": (setting(rpe="$(touch EXECUTED)"), "unknown encoding|is not key=value"),
     "number-spec": (setting(rpe=7), "unknown encoding '7'"),
     "heads-odd": (setting(decoder_attention_heads=5), "5 heads do not divide"),
@@ -382,7 +382,7 @@ def test_contents_that_no_training_leaves(name, good, here, tmp_path):
     with pytest.raises(UserError) as caught:
         checkpoint = checkpoints.load(saved(torch.load(good), change, tmp_path / "bad.pt"))
         assert name not in STATES
-        checkpoint.learned() if name in OWN else check_size(checkpoint)
+        checkpoint.load_encodings() if name in OWN else check_model_size(checkpoint)
     check_line(str(caught.value), words)
 
 
@@ -412,10 +412,10 @@ LOADED = {  # commands that look at a checkpoint, and of what is refused the kin
     "verdict --checkpoint {file}": ("env", "int-table", "flip-weight"),
     "erf {file} {data} --device cpu --blocks 2": ("env", "layers-named", "int-table"),
     "sliding {file} {data} --device cpu": ("env", "layers-named", "int-table"),
-    "accuracy {file} --device cpu": ("env", "flip-weight"),
+    "eval-task {file} --device cpu": ("env", "flip-weight"),
     "figures --checkpoint {file} --query 4": ("env", "int-table"),
     "extend {file} {data} --tokens 64 --out x": ("env", "flip-weight"),
-    "train {data} --rpe alibi --finetune-from {file} --save-dir x --tokens 32 --device cpu": ("env", "layers-named"),
+    "train {data} --rpe alibi --finetune-from {file} --out x --tokens 32 --device cpu": ("env", "layers-named"),
 }
 
 
@@ -434,9 +434,9 @@ def test_a_training_goes_on_from_no_such_file(name, good, corpus, here, tmp_path
     """Refused before fairseq starts; the folder stays as it was."""
     runs = tmp_path / "run"
     runs.mkdir()
-    command = f"train {corpus} --rpe alibi --save-dir {runs} --tokens 32 --updates 9 --device cpu"
-    request = filled(Request, build_parser("train").parse_args(command.split()))
-    CheckpointFolder(runs).write(plan(request, digest(corpus)))
+    command = f"train {corpus} --rpe alibi --out {runs} --tokens 32 --updates 9 --device cpu"
+    request = from_attributes(TrainingRequest, build_parser("train").parse_args(command.split()))
+    CheckpointFolder(runs).write_record(make_plan(request, corpus_digest(corpus)))
     change, words = STATES[name]
     last = saved(torch.load(good), change, runs / "checkpoint_last.pt")
     before = {path.name: path.read_bytes() for path in runs.iterdir()}
@@ -447,11 +447,11 @@ def test_a_training_goes_on_from_no_such_file(name, good, corpus, here, tmp_path
 @pytest.mark.parametrize("command", ["figures --sweep {}", "report {}"])
 @pytest.mark.parametrize("name", ["env", "evil-model"])
 def test_pages_and_figures_of_sweeps_with_such_files(command, name, good, here, tmp_path, capsys):
-    sweep, row = tmp_path / "sweep", {"checkpoint": "c", "subset": "test", "loss_base2": 1.0, "tokens": 99, "ppl": 2.0}
+    sweep, row = tmp_path / "sweep", {"checkpoint": "c", "split": "test", "loss_base2": 1.0, "tokens": 99, "ppl": 2.0}
     place = sweep / "runs" / "alibi-seed1"
-    write_json(place / "checkpoints" / "run.json", {"finished": {"checkpoint": "c"}})
-    settings = {"tokens": 32, "subset": "test"}
-    write_json(sweep / "sweep.json", {"settings": settings, "encodings": ["alibi"], "seeds": [1]})
+    write_json(place / "checkpoints" / "run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
+    settings = {"tokens": 32, "split": "test"}
+    write_json(sweep / "sweep.json", {"layout": 2, "settings": settings, "encodings": ["alibi"], "seeds": [1]})
     for length in (32, 64):
         append_json_line(place / "eval.jsonl", {**row, "length": length})
     change, words = STATES[name]
@@ -508,9 +508,9 @@ def test_checksums_are_read_once(good, tmp_path, monkeypatch):
     original = zipfile.ZipFile.testzip
     monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda archive: read.append(1) or original(archive))
     for _ in range(3):
-        checkpoint_file.check(file)
+        checkpoint_file.check_file(file)
     assert len(read) == 1
     flipped("/data/1")(file)
     with pytest.raises(UserError, match="checksum"):
-        checkpoint_file.check(file)
+        checkpoint_file.check_file(file)
     assert len(read) == 2

@@ -32,8 +32,8 @@ weights = (q @ k.mT / 4 + build("alibi", 4, 64).mask(9)).softmax(-1)
 torch.testing.assert_close(attend(q, k, v, "alibi"), weights @ v)
 from fairseq_rpe.sweeps import recipes
 assert all(recipes.load(name).title for name in recipes.names())
-from fairseq_rpe.questions import known
-assert known.names() and all(known.load(name).title for name in known.names())
+from fairseq_rpe.questions.benchmarks import benchmark_names, load_benchmark
+assert benchmark_names() and all(load_benchmark(name).title for name in benchmark_names())
 from fairseq_rpe.cli.main import main
 assert main(["list"]) == 0
 """

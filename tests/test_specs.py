@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from specs import CAPABILITIES, capabilities, every_spec, representatives
 
 from fairseq_rpe import algorithms, core, encodings, positions
-from fairseq_rpe.core import Positions, UserError, block, canonical, configure, parse
-from fairseq_rpe.core import bias as bias_types
+from fairseq_rpe.core import Positions, UserError, canonical, configure, parse
 from fairseq_rpe.encodings import Encoding, register
 
 steady = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-@pytest.mark.parametrize("of", [(), ("adds_bias",), ("rotates", "scores"), tuple(CAPABILITIES)])
+@pytest.mark.parametrize("of", [(), ("adds_bias",), ("rotates", "content_bias"), tuple(CAPABILITIES)])
 def test_there_is_one_representative_of_each_combination(of, tokens):
     def combination(spec: str) -> tuple[object, ...]:
         return tuple(capabilities(spec)[name] for name in of or CAPABILITIES)
@@ -140,17 +139,20 @@ def biases(draw) -> tuple[typing.Any, Positions]:
 def test_slices_of_a_bias_concatenate_to_it(bias, data):
     form, pos = bias
     n, m = pos.q.shape[1], pos.k.shape[1]
-    whole = block(form, pos).expand(2, 3, -1, -1)
+    whole = form.materialize(pos).expand(2, 3, -1, -1)
     assert whole.shape == (2, 3, n, m)
     cut, keys = data.draw(st.integers(0, n)), data.draw(st.integers(1, m))
     rows = [rows for rows in (slice(0, cut), slice(cut, n)) if rows.stop > rows.start]
-    joined = [block(form, pos, some).expand(2, 3, -1, -1) for some in rows]
+    joined = [form.materialize(pos, some).expand(2, 3, -1, -1) for some in rows]
     torch.testing.assert_close(torch.cat(joined, 2), whole)
     columns = slice(data.draw(st.integers(0, keys - 1)), keys)
-    torch.testing.assert_close(block(form, pos, cols=columns).expand(2, 3, -1, -1), whole[..., columns])
-    parts = [block(core.part(form, some, keys), Positions(pos.q[:, some], pos.k[:, :keys], pos.step)) for some in rows]
+    torch.testing.assert_close(form.materialize(pos, keys=columns).expand(2, 3, -1, -1), whole[..., columns])
+    parts = [
+        form.slice_queries(some, keys).materialize(Positions(pos.q[:, some], pos.k[:, :keys], pos.step))
+        for some in rows
+    ]
     torch.testing.assert_close(torch.cat([one.expand(2, 3, -1, -1) for one in parts], 2), whole[..., :keys])
-    if (leaves := bias_types.leaves(form)) is not None:
-        doubled = bias_types.rebuilt(form, iter([2 * tensor for tensor, _ in leaves]))
-        again = bias_types.rebuilt(doubled, iter([tensor / 2 for tensor, _ in bias_types.leaves(doubled)]))
-        assert torch.equal(block(again, pos).expand(2, 3, -1, -1), whole)
+    if (tensors := form.tree_flatten()) is not None:
+        doubled = form.tree_unflatten(iter([2 * tensor for tensor, _ in tensors]))
+        again = doubled.tree_unflatten(iter([tensor / 2 for tensor, _ in doubled.tree_flatten()]))
+        assert torch.equal(again.materialize(pos).expand(2, 3, -1, -1), whole)

@@ -67,7 +67,9 @@ def photograph(page: sync_api.Page, base: str, tab: str, path: Path) -> None:
         try:
             page.get_by_text(text).first.wait_for(state="attached")
         except sync_api.TimeoutError:
-            raise Failed(f"tab '{tab}' does not show '{text}': was the sweep trained with --inspect-every?") from None
+            raise Failed(
+                f"tab '{tab}' does not show '{text}': was the sweep trained with --log-encodings-every?"
+            ) from None
     if prepare:
         prepare(page)
     page.wait_for_timeout(1000 * SETTLE)
@@ -90,7 +92,7 @@ def serve(folder: Path, request: sync_api.APIRequestContext) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/board_screenshot.sh", description=__doc__)
-    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="--out folder of a sweep with --inspect-every")
+    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="--out folder of a sweep with --log-encodings-every")
     parser.add_argument("out", type=Path, metavar="DIR", help="where tensorboard-<tab>.png are written")
     words = f"of {', '.join(TABS)} (default: scalars images hparams)"
     parser.add_argument("--tabs", nargs="+", choices=TABS, default=list(TABS)[:3], metavar="TAB", help=words)

@@ -1,1 +1,1 @@
-"""Other packages' models with the encodings of this one; each file needs the package that it is named after."""
+"""Use the encodings in models of other packages; each module needs the package that it is named after."""

@@ -1,4 +1,4 @@
-"""The package transformers, found and made usable; to be imported before it."""
+"""Checks that a supported version of transformers is installed; import this before transformers."""
 
 import importlib
 import sys
@@ -15,8 +15,8 @@ if int(__version__.partition(".")[0]) < 5:
     raise UserError(f"transformers {__version__} has other attention than this adapter knows: install transformers>=5")
 
 
-def _without_broken_audio() -> None:
-    """Its models load torchaudio, which fairseq asks for, and which fails to load beside another build of torch."""
+def _disable_broken_torchaudio() -> None:
+    """Hide torchaudio from transformers if it fails to load, e.g. next to another build of torch."""
     if find_spec("torchaudio") is None or "transformers.audio_utils" in sys.modules:
         return
     try:
@@ -25,4 +25,4 @@ def _without_broken_audio() -> None:
         utils.is_torchaudio_available = utils.import_utils.is_torchaudio_available = lambda: False
 
 
-_without_broken_audio()
+_disable_broken_torchaudio()

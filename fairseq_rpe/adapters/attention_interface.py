@@ -1,8 +1,8 @@
-"""The attention that Hugging Face transformers calls: registered once, and told by the model where its tokens are.
+"""Attention function and mask that are registered with Hugging Face transformers.
 
-A forward pass goes like this. transformers asks for a mask, which here is :class:`Tokens`: how many queries and keys
-there are, and which are padding. It hands that to each layer's attention as it would a mask. The first layer settles
-positions, and every layer makes, or shares, the plan of its encoding and carries it out.
+In a forward pass transformers first asks for a mask, which here is a :class:`CausalMask`: the number of queries and
+keys, and the padding. It passes this object to the attention of each layer. The first layer resolves positions, and
+each layer builds, or shares, the attention plan of its encoding and runs it.
 """
 
 from typing import Any
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from fairseq_rpe.attention import Backend, Plan
-from fairseq_rpe.attention.forward import carry_out, counted, plan_of
-from fairseq_rpe.core.bias import Positions
+from fairseq_rpe.attention import AttentionPlan, Backend
+from fairseq_rpe.attention.forward import build_plan, positions_from_padding, run_attention
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.core.positions import Positions
+from fairseq_rpe.core.spec import did_you_mean
 from fairseq_rpe.encodings import Encoding
-from fairseq_rpe.positions.position_transforms import Moves
+from fairseq_rpe.positions.position_transforms import PositionTransforms
 
-NAME = "fairseq_rpe"  # of this attention, among those that transformers knows
-# model_type of configs whose models have been compared with their own rotation, layer by layer the same
-TYPES = ("gpt_neox", "llama", "gemma", "mistral", "olmo", "olmo2", "qwen2", "qwen3", "stablelm", "starcoder2")
-_OTHER = {
+NAME = "fairseq_rpe"  # name of this attention in transformers
+# model types whose own rotation and ``rope`` were compared layer by layer
+MODEL_TYPES = ("gpt_neox", "llama", "gemma", "mistral", "olmo", "olmo2", "qwen2", "qwen3", "stablelm", "starcoder2")
+_UNSUPPORTED = {
     "sliding_window": "a sliding window",
     "softcap": "capped scores",
     "s_aux": "attention sinks",
@@ -39,86 +39,120 @@ _OTHER = {
 }
 
 
-class Adapter(nn.Module):
-    """What a model is given: its encodings, learned parameters included, and where its positions are moved.
+class EncodingAdapter(nn.Module):
+    """Encodings and position transforms of a model. It is a submodule of the model.
 
-    ``encodings``: one for all layers, or one per layer; ``positions``: the transform in evaluation, None: there is
-    none. It is a part of the model: its parameters are in ``parameters()`` and ``state_dict()`` and move with the
-    model, but stay in float32.
+    Its parameters are in ``parameters()`` and ``state_dict()`` and move with the model, but stay in float32.
+
+    Args:
+        encodings: one encoding for all layers, or one per layer.
+        spec: spec of the encodings.
+        position_transforms: transforms in training and evaluation.
+        positions: spec of the transform in evaluation; None if there is none.
+        backend: attention backend.
     """
 
-    undo: tuple[Any, ...]  # what the model had before; see ``use_encoding``
-    ids: Tensor | None = None  # (B, n) of the pass at hand, where it was given ids
+    undo: tuple[Any, ...]  # rotation, attention and hooks that ``use_encoding`` replaced
+    ids: Tensor | None = None  # (B, n) token ids of the current forward pass, if it was called with ids
 
     def __init__(
-        self, encodings: list[Encoding], spec: str, moves: Moves, positions: str | None, backend: Backend
+        self,
+        encodings: list[Encoding],
+        spec: str,
+        position_transforms: PositionTransforms,
+        positions: str | None,
+        backend: Backend,
     ) -> None:
         super().__init__()
         self.encodings = nn.ModuleList(encodings)
-        self.spec, self.moves, self.positions, self.backend = spec, moves, positions, backend
+        self.spec, self.position_transforms, self.positions = spec, position_transforms, positions
+        self.backend = backend
         self.length_dependent = any(e.length_dependent for e in encodings)
 
-    def encoding_of(self, layer: int) -> Encoding:
+    def layer_encoding(self, layer: int) -> Encoding:
+        """Return the encoding of a layer, counted from 0."""
         return self.encodings[layer if len(self.encodings) > 1 else 0]
 
     def extra_repr(self) -> str:
+        """Return the spec for ``print(model)``."""
         return self.spec
 
 
-class Tokens:
-    """The n queries, last of m tokens, of one forward pass, in the place of transformers' mask.
+class CausalMask:
+    """Queries and keys of one forward pass, passed to layers instead of transformers' mask.
 
-    ``padding``: (B, m) bool, True at tokens that are none, or None. Positions are settled by the first layer, once;
-    layers that share an encoding share its plan, unless they are computed anew for the backward pass.
+    The n queries are the last of m tokens. The first layer resolves positions; layers that share an encoding share its
+    plan, unless they are recomputed for the backward pass.
+
+    Args:
+        n: number of queries.
+        m: number of keys.
+        rows: rows of the batch, B.
+        padding: (B, m) bool, True at padding; None without padding.
+        device: device of the positions.
     """
 
     def __init__(self, n: int, m: int, rows: int, padding: Tensor | None, device: torch.device) -> None:
         self.n, self.m, self.rows, self.padding, self.device = n, m, rows, padding, device
         self.positions: Positions | None = None
-        self.hidden: Tensor | None = None
+        self.attention_padding: Tensor | None = None
         self.shared = True
-        self.plans: dict[tuple[int, bool], Plan] = {}
+        self.plans: dict[tuple[int, bool], AttentionPlan] = {}
 
-    def settle(self, adapter: Adapter, given: Tensor | None, training: bool, dtype: torch.dtype) -> Positions:
-        """The positions of this pass; ``given``: transformers' own, (B or 1, n), which must be the same.
+    def resolve_positions(
+        self, adapter: EncodingAdapter, position_ids: Tensor | None, training: bool, dtype: torch.dtype
+    ) -> Positions:
+        """Return the positions of this forward pass, computed on the first call.
 
-        ``dtype``: of the model's states; positions are float32 or better.
+        Args:
+            adapter: of the model.
+            position_ids: (B or 1, n) positions of transformers, which must be the same; or None.
+            training: whether the layer is in training mode.
+            dtype: dtype of the hidden states; positions are float32 or wider.
 
-        Raises UserError: they are others, or random ones are asked for where a cache goes on.
+        Raises:
+            UserError: ``position_ids`` differ, or positions are random and the pass continues a KV cache.
         """
         if self.positions is not None:
             return self.positions
-        wide = torch.promote_types(dtype, torch.float32)
-        plain, self.hidden = Positions.arange(self.n, self.m, device=self.device, dtype=wide), None
-        count = plain
+        dtype = torch.promote_types(dtype, torch.float32)
+        plain, self.attention_padding = Positions.arange(self.n, self.m, device=self.device, dtype=dtype), None
+        positions = plain
         if self.padding is not None:
-            count, self.hidden = counted(self.padding, self.n, adapter.length_dependent, wide)
-        if given is not None:
-            self._check(given.to(self.device), plain.q)
-        if adapter.moves.active(training) is None:
-            self.positions = count
+            positions, self.attention_padding = positions_from_padding(
+                self.padding, self.n, adapter.length_dependent, dtype
+            )
+        if position_ids is not None:
+            self._check_position_ids(position_ids.to(self.device), plain.q)
+        if adapter.position_transforms.active(training) is None:
+            self.positions = positions
         else:
-            real = self.m if self.padding is None else (~self.padding).sum(1).cpu()
-            lengths = torch.as_tensor(real).expand(self.rows)
-            self.positions = adapter.moves(count, lengths, training, self.n < self.m, self._rows(adapter.ids))
+            lengths = torch.as_tensor(self.m if self.padding is None else (~self.padding).sum(1).cpu()).expand(
+                self.rows
+            )
+            has_cache = self.n < self.m
+            rows = self._token_rows(adapter.ids)
+            self.positions = adapter.position_transforms(positions, lengths, training, has_cache, rows)
         return self.positions
 
-    def _rows(self, ids: Tensor | None) -> list[Tensor]:
-        """The ids of each row's real tokens; none where they are not known."""
+    def _token_rows(self, ids: Tensor | None) -> list[Tensor]:
+        """Return the token ids of each row without padding; an empty list if the ids are unknown."""
         if ids is None or ids.shape != (self.rows, self.m):
             return []
         if self.padding is None:
             return list(ids.cpu())
-        return [own[real] for own, real in zip(ids.cpu(), ~self.padding.cpu(), strict=True)]
+        return [row[real] for row, real in zip(ids.cpu(), ~self.padding.cpu(), strict=True)]
 
-    def _check(self, given: Tensor, plain: Tensor) -> None:
-        """Positions from 0, counted with padding or without; those of padding itself have no meaning."""
+    def _check_position_ids(self, position_ids: Tensor, plain: Tensor) -> None:
+        """Raise UserError unless positions count from 0, with or without padding; positions of padding are ignored."""
         real = None if self.padding is None else ~self.padding[:, self.m - self.n :]
-        if given.dim() != 2 or given.shape[1] != self.n:
-            raise UserError(f"position_ids of shape {tuple(given.shape)}, where {self.n} tokens came: leave them out")
-        without = plain if self.padding is None else (torch.cumsum(~self.padding, 1) - 1)[:, self.m - self.n :]
-        for known in (plain, without):
-            same = given == known
+        if position_ids.dim() != 2 or position_ids.shape[1] != self.n:
+            raise UserError(
+                f"position_ids of shape {tuple(position_ids.shape)}, where {self.n} tokens came: leave them out"
+            )
+        without_padding = plain if self.padding is None else (torch.cumsum(~self.padding, 1) - 1)[:, self.m - self.n :]
+        for expected in (plain, without_padding):
+            same = position_ids == expected
             if bool((same if real is None else same | ~real).all()):
                 return
         raise UserError(
@@ -126,17 +160,18 @@ class Tokens:
             "attention_mask where there is padding"
         )
 
-    def plan(self, adapter: Adapter, encoding: Encoding) -> Plan:
+    def plan(self, adapter: EncodingAdapter, encoding: Encoding) -> AttentionPlan:
+        """Return the attention plan of an encoding, shared by the layers that have it."""
         key = (id(encoding), torch.is_grad_enabled())
-        found = self.plans.get(key)
-        if found is None:
-            found = plan_of(encoding, self.positions, self.hidden, adapter.backend)
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = build_plan(encoding, self.positions, self.attention_padding, adapter.backend)
             if self.shared:
-                self.plans[key] = found
-        return found
+                self.plans[key] = plan
+        return plan
 
 
-def tokens_of(
+def make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -146,10 +181,21 @@ def tokens_of(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **_: Any,
-) -> Tokens:
-    """What transformers' models ask for a mask; ``attention_mask``: (B, m) bool, True at real tokens.
+) -> CausalMask:
+    """Return the mask of a forward pass; transformers calls this.
 
-    Raises UserError: anything but plain causal attention over a growing cache is asked for.
+    Args:
+        batch_size: rows B of the batch.
+        q_length: number of queries n.
+        kv_length: number of keys m.
+        q_offset: index of the first query, m - n.
+        kv_offset: index of the first key, which must be 0.
+        mask_function: must be transformers' causal mask.
+        attention_mask: (B, m) bool, True at tokens that are not padding; or None.
+        device: device of the mask.
+
+    Raises:
+        UserError: the model needs more than causal attention over a growing KV cache.
     """
     if mask_function is not causal_mask_function:
         raise UserError(
@@ -168,10 +214,10 @@ def tokens_of(
             )
         padding = ~attention_mask.to(device=device, dtype=torch.bool)
         padding = padding if bool(padding.any()) else None
-    return Tokens(q_length, kv_length, batch_size, padding, torch.device(device))
+    return CausalMask(q_length, kv_length, batch_size, padding, torch.device(device))
 
 
-def attention(
+def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -179,85 +225,106 @@ def attention(
     attention_mask: object,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: query (B, H, n, D), key and value (B, G, m, D), G dividing H -> (B, n, H, D), no weights.
+    """Compute the attention of one layer; transformers calls this.
 
-    Raises UserError: the layer has no encoding, or attention is to do what this one does not.
+    Args:
+        module: attention module of the model.
+        query: (B, H, n, D).
+        key: (B, G, m, D), where G divides H.
+        value: (B, G, m, D).
+        attention_mask: the :class:`CausalMask` of the forward pass.
+        scaling: factor of the scores; None: 1/sqrt(D).
+        dropout: dropout of attention weights.
+        options: further arguments of transformers.
+
+    Returns:
+        (B, n, H, D) outputs, and None instead of attention weights.
+
+    Raises:
+        UserError: the layer has no encoding, or the model needs an unsupported feature.
     """
-    if not isinstance(attention_mask, Tokens):
+    if not isinstance(attention_mask, CausalMask):
         raise UserError(f"attention '{NAME}' got a mask that is not its own: give attention_mask as (batch, tokens)")
     adapter, layer = getattr(module, NAME, (None, 0))
     if adapter is None:
         raise UserError(f"this model was switched to attention '{NAME}' but has no encoding: call use_encoding(model)")
-    for name, what in _OTHER.items():
-        if more.get(name) is not None:
+    for name, what in _UNSUPPORTED.items():
+        if options.get(name) is not None:
             raise UserError(f"the model asks for {what} ({name}), which encodings here do not have: switch it off")
-    if more.get("is_causal") is False or not getattr(module, "is_causal", True):
+    if options.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise UserError("the model asks for attention both ways, and encodings here are causal: set is_causal=True")
-    tokens, heads, width = attention_mask, query.shape[1], query.shape[3]
-    if (query.shape[2], key.shape[2]) != (tokens.n, tokens.m):
+    mask, heads, width = attention_mask, query.shape[1], query.shape[3]
+    if (query.shape[2], key.shape[2]) != (mask.n, mask.m):
         raise UserError(
-            f"{query.shape[2]} queries and {key.shape[2]} keys, where the pass has {tokens.n} and {tokens.m}: keys "
+            f"{query.shape[2]} queries and {key.shape[2]} keys, where the pass has {mask.n} and {mask.m}: keys "
             "that are not tokens (prefix tuning) have no positions"
         )
-    tokens.settle(adapter, more.get("position_ids"), module.training, value.dtype)
+    mask.resolve_positions(adapter, options.get("position_ids"), module.training, value.dtype)
     if heads != key.shape[1]:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     if scaling is not None and scaling != width**-0.5:
         query = query * (scaling * width**0.5)
-    # under autocast transformers' rotation, now the identity, leaves them wider than they were
+    # under autocast, transformers' rotation (now the identity) widens their dtype
     query, key = query.to(value.dtype), key.to(value.dtype)
-    out = carry_out(query, key, value, tokens.plan(adapter, adapter.encoding_of(layer)), dropout)
+    out = run_attention(query, key, value, mask.plan(adapter, adapter.layer_encoding(layer)), dropout)
     return out.transpose(1, 2).contiguous(), None
 
 
-def check_type(model: Any) -> str:
-    """The type of a model. Raises UserError: it is none of transformers, or of a type that nobody has checked."""
+def check_model_type(model: Any) -> str:
+    """Return the type of a model.
+
+    Raises:
+        UserError: it is not a model of transformers, or its type is not in :data:`MODEL_TYPES`.
+    """
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"{type(model).__name__} is not a model of transformers: unwrap it first")
     kind = model.config.model_type
-    if kind not in TYPES:
-        known = ", ".join(TYPES)
-        raise UserError(f"models of type '{kind}' have not been checked{nearest(kind, TYPES)}: use one of {known}")
+    if kind not in MODEL_TYPES:
+        types = ", ".join(MODEL_TYPES)
+        raise UserError(
+            f"models of type '{kind}' have not been checked{did_you_mean(kind, MODEL_TYPES)}: use one of {types}"
+        )
     return kind
 
 
-class NoRotation(nn.Module):
-    """In the place of a model's rotation: cosine 1 and sine 0, so that queries and keys reach attention as they are."""
+class IdentityRotation(nn.Module):
+    """Replaces a model's rotation: cosine 1 and sine 0 leave queries and keys unchanged."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return cosine 1 and sine 0, each (1, 1, 1)."""
         return x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)
 
 
-def before_model(base: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Refuse what a caller asks of a forward pass and this attention does not give; keep its ids, for random draws."""
-    ids = args[0] if args else given.get("input_ids")
+def model_pre_hook(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse ``output_attentions``, and remember the token ids, which seed random positions."""
+    ids = args[0] if args else kwargs.get("input_ids")
     getattr(base, NAME).ids = ids.detach() if isinstance(ids, Tensor) else None
-    asked = given.get("output_attentions")
-    if asked or (asked is None and base.config.output_attentions):
+    wants_weights = kwargs.get("output_attentions")
+    if wants_weights or (wants_weights is None and base.config.output_attentions):
         raise UserError("attention weights are never built, so output_attentions has nothing to give: leave it out")
 
 
-def before_first_layer(layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """Settle positions, and add an absolute encoding to the embedded tokens (B, n, C)."""
+def first_layer_pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Resolve positions, and apply an absolute encoding to the embedded tokens (B, n, C)."""
     adapter = getattr(layer, NAME)[0]
-    tokens = next((x for x in (*args, *given.values()) if isinstance(x, Tokens)), None)
-    if tokens is None:
+    mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, CausalMask)), None)
+    if mask is None:
         raise UserError(
             f"attention '{NAME}' got a mask that is not its own: give attention_mask as (batch, tokens), and leave the "
             "model's attention as use_encoding set it"
         )
-    tokens.shared = not (layer.training and getattr(layer, "gradient_checkpointing", False))
-    states = args[0] if args else given["hidden_states"]
-    positions = tokens.settle(adapter, given.get("position_ids"), layer.training, states.dtype)
+    mask.shared = not (layer.training and getattr(layer, "gradient_checkpointing", False))
+    states = args[0] if args else kwargs["hidden_states"]
+    positions = mask.resolve_positions(adapter, kwargs.get("position_ids"), layer.training, states.dtype)
     encoding = adapter.encodings[0]
     if not encoding.embeds:
         return None
     if args:
-        return (encoding.embed(args[0], positions), *args[1:]), given
-    return args, {**given, "hidden_states": encoding.embed(given["hidden_states"], positions)}
+        return (encoding.embed(args[0], positions), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": encoding.embed(kwargs["hidden_states"], positions)}
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, tokens_of)
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, make_mask)

@@ -1,4 +1,4 @@
-"""Tasks whose answer is one digit that depends on every item."""
+"""Arithmetic tasks, whose answer is one digit that depends on every item."""
 
 import string
 from dataclasses import dataclass
@@ -6,17 +6,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from fairseq_rpe.algorithms.base import SEPARATOR, Algorithm, Sizes, register
+from fairseq_rpe.algorithms.base import SEPARATOR, Algorithm, TaskOptions, register
 from fairseq_rpe.algorithms.lists import KAZEMNEJAD
 from fairseq_rpe.core.spec import option
 
 
 @register("summation")
 class Summation(Algorithm):
-    """The last digit of a sum of digits from 1 to 9."""
+    """Compute the last digit of a sum of digits from 1 to 9."""
 
     @dataclass(frozen=True)
-    class Config(Sizes):
+    class Config(TaskOptions):
+        """Options of the task."""
+
         items: int = option(8, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
 
     signs = "+"
@@ -24,26 +26,30 @@ class Summation(Algorithm):
     paper = KAZEMNEJAD
 
     def draw(self, n: int, random: np.random.Generator) -> list[int]:
+        """Draw n digits from 1 to 9."""
         return random.integers(1, 10, size=n).tolist()
 
     def prompt(self, items: list[int]) -> list[str]:
-        later = [word for v in items[1:] for word in ("+" if v > 0 else "-", str(abs(v)))]
-        return ["Compute:", str(items[0]), *later, SEPARATOR]
+        """Return the sum as words."""
+        terms = [word for v in items[1:] for word in ("+" if v > 0 else "-", str(abs(v)))]
+        return ["Compute:", str(items[0]), *terms, SEPARATOR]
 
     def answer(self, items: list[int]) -> list[str]:
+        """Return the last digit of the result."""
         return [str(sum(items) % 10)]
 
-    def words(self) -> list[str]:
+    def vocabulary(self) -> list[str]:
+        """Return the words of the prompt and the digits."""
         return ["Compute:", SEPARATOR, *self.signs, *string.digits]
 
 
 @register("add_subtract")
 class AddSubtract(Summation):
-    """A long sum and difference of digits all of whose intermediate results are digits as well.
+    """Compute sums and differences of digits whose intermediate results are all digits.
 
-    Items are signed: the first is a digit, each later one leads to a result drawn uniformly from the nine other digits.
-    So the difficulty of a step does not grow with the length. A large step tells more than a small one: after ``- 9``
-    the result can only be 0.
+    The first item is a digit; each later item is signed and leads to a result drawn uniformly from the nine other
+    digits, so the difficulty of a step does not grow with the length. Large steps reveal more than small ones: after
+    ``- 9`` the result can only be 0.
     """
 
     signs = "+-"
@@ -51,6 +57,7 @@ class AddSubtract(Summation):
     paper = "Zhao et al. 2023, survey (arXiv 2312.17044), A.3"
 
     def draw(self, n: int, random: np.random.Generator) -> list[int]:
+        """Draw the intermediate results and return their differences, the first one as it is."""
         results = [int(random.integers(10))]
         for step in random.integers(9, size=n - 1).tolist():
             results.append(step + (step >= results[-1]))

@@ -1,7 +1,7 @@
-"""What an algorithmic task is: instances of a length, their prompt and their only right answer.
+"""Base class of the algorithmic tasks: random instances of a length with a prompt and one correct answer.
 
-Sequences are words of a closed vocabulary. Instances come from a seed and never from a file. Which split an instance
-may appear in is decided by a digest of its prompt, so that no prompt of one split ever appears in another.
+Prompts and answers are words of a closed vocabulary. Instances are generated from a seed. A hash of the prompt assigns
+its split, so no prompt appears in two splits.
 """
 
 import functools
@@ -18,19 +18,29 @@ from fairseq_rpe.core.spec import canonical, option
 
 SPLITS = ("train", "valid", "test")
 SEPARATOR = "[SEP]"
-_TRIES, _MOST = 10_000, 10_000_000
+_MAX_TRIES, _MAX_EXAMPLES = 10_000, 10_000_000
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Options of every algorithmic task."""
+class TaskOptions:
+    """Options of every algorithmic task.
+
+    Attributes:
+        items: Largest number of items M in training.
+        times: The longest test example has times·M items.
+        least: Smallest number of items.
+        train: Number of training examples.
+        valid: Number of validation examples.
+        test: Number of test examples.
+        seed: Seed of the examples.
+    """
 
     items: int = option(20, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
     times: int = option(5, "test lengths are Uniform(2, times·M) items", minimum=1, maximum=100)
     least: int = option(2, "the fewest items, in training and test, in place of that 2", minimum=1, maximum=10_000)
-    train: int = option(100_000, "training examples", minimum=1, maximum=_MOST)
-    valid: int = option(2_000, "validation examples, lengths as in training", minimum=1, maximum=_MOST)
-    test: int = option(10_000, "test examples", minimum=1, maximum=_MOST)
+    train: int = option(100_000, "training examples", minimum=1, maximum=_MAX_EXAMPLES)
+    valid: int = option(2_000, "validation examples, lengths as in training", minimum=1, maximum=_MAX_EXAMPLES)
+    test: int = option(10_000, "test examples", minimum=1, maximum=_MAX_EXAMPLES)
     seed: int = option(1, "of the examples; another seed is another data set", minimum=0, maximum=2**63 - 1)
 
     def __post_init__(self) -> None:
@@ -40,7 +50,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Example:
-    """One instance: ``length`` items, the words of the prompt and those of the answer; its ``depth`` in some tests."""
+    """An instance of a task.
+
+    Attributes:
+        length: Number of items (or tokens, see ``Algorithm.length_unit``).
+        prompt: Words of the prompt.
+        answer: Words of the answer.
+        depth: Relative position of the answer in the prompt, from 0 to 1, in tests of tasks with depths.
+    """
 
     length: int
     prompt: tuple[str, ...]
@@ -49,97 +66,122 @@ class Example:
 
 
 class Algorithm:
-    """Base class of the algorithmic tasks. Fill ``draw``, ``prompt``, ``answer`` and ``words``.
+    """Base class of the algorithmic tasks. Implement ``draw``, ``prompt``, ``answer`` and ``vocabulary``.
 
-    A model reads ``prompt`` and must write ``answer`` and the end of the sentence, word for word. All instances of n
-    items must have equally long prompts and equally long answers: they are decoded together, without padding.
+    A model reads ``prompt`` and must generate ``answer`` and the end of the sentence, word for word. All instances of n
+    items must have prompts of equal length and answers of equal length, because they are decoded in one batch without
+    padding.
+
+    Attributes:
+        Config: Dataclass of the options.
+        formula: The task in one line.
+        paper: Reference.
+        length_unit: Unit of lengths.
+        variety_option: Option that increases the number of instances of a length.
+        config: The options.
+        spec: Canonical spec, which determines every example.
     """
 
-    Config: ClassVar[type] = Sizes
+    Config: ClassVar[type] = TaskOptions
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
-    unit: ClassVar[str] = "items"  # of lengths
-    variety: ClassVar[str] = "alphabet"  # the option that makes more instances of one length
+    length_unit: ClassVar[str] = "items"
+    variety_option: ClassVar[str] = "alphabet"
 
     def __init__(self, name: str, config: Any) -> None:
         self.config = config
-        self.spec = canonical(name, config)  # fixes every example
+        self.spec = canonical(name, config)
 
     def draw(self, n: int, random: np.random.Generator) -> list[int]:
-        """A random instance of n items."""
+        """Draw a random instance of n items."""
         raise NotImplementedError
 
     def prompt(self, items: list[int]) -> list[str]:
+        """Return the words of the prompt of an instance."""
         raise NotImplementedError
 
     def answer(self, items: list[int]) -> list[str]:
+        """Return the words of the answer of an instance."""
         raise NotImplementedError
 
-    def words(self) -> list[str]:
-        """The closed vocabulary, in the order in which it is numbered."""
+    def vocabulary(self) -> list[str]:
+        """Return the words of the closed vocabulary in the order of their ids."""
         raise NotImplementedError
 
-    def tokens(self, n: int) -> int:
-        """What a model reads of an instance of n items when the last word is due: prompt and answer."""
+    def num_tokens(self, n: int) -> int:
+        """Return the number of words of prompt and answer of an instance of n items."""
         items = self.draw(n, np.random.default_rng(0))
         return len(self.prompt(items)) + len(self.answer(items))
 
-    def longest(self, split: str) -> int:
+    def max_length(self, split: str) -> int:
+        """Return the largest number of items of a split."""
         return self.config.items * (self.config.times if split == "test" else 1)
 
     def examples(self, split: str) -> Iterator[Example]:
-        """The examples of ``train``, ``valid`` or ``test``; always the same ones.
+        """Generate the examples of a split; they are the same in every call.
 
-        Raises UserError: no such split, or no instance of some length belongs to it (a tiny alphabet).
+        Args:
+            split: "train", "valid" or "test".
+
+        Yields:
+            The examples.
+
+        Raises:
+            UserError: There is no such split, or no instance of some length belongs to it (a tiny alphabet).
         """
         if split not in SPLITS:
             raise UserError(f"split '{split}' does not exist: an algorithmic task has {', '.join(SPLITS)}")
         random = np.random.default_rng([self.config.seed, SPLITS.index(split)])
-        sizes = random.integers(self.config.least, self.longest(split) + 1, size=getattr(self.config, split))
+        sizes = random.integers(self.config.least, self.max_length(split) + 1, size=getattr(self.config, split))
         for n in sizes.tolist():
             yield self._example(split, n, functools.partial(self.draw, n, random))
 
     def lengths(self, split: str) -> list[int]:
+        """Return the numbers of items that the examples of a split have, ascending."""
         return sorted({example.length for example in self.examples(split)})
 
     def depths(self, split: str) -> tuple[float, ...]:
-        """Where in the prompt of a split the answer stands, from 0, first, to 1, last; nothing where it is no axis."""
+        """Return the depths of a split, from 0 (start of the prompt) to 1 (end); empty for tasks without depths."""
         return ()
 
-    def share(self, split: str) -> float:
-        """How many examples of each length, and depth where there are depths, a split has on average."""
-        return float(getattr(self.config, split) / (self.longest(split) - self.config.least + 1))
+    def examples_per_length(self, split: str) -> float:
+        """Return the mean number of examples per length, and per depth in tasks with depths."""
+        return float(getattr(self.config, split) / (self.max_length(split) - self.config.least + 1))
 
-    def lacks(self, split: str, lengths: Collection[int]) -> str | None:
-        """What is wrong with lengths that a split has no example of; ``None``: it has them all."""
-        there = set(self.lengths(split)) if lengths else set()
-        gone = next((n for n in lengths if n not in there), None)
-        return None if gone is None else f"no {split} example of {gone} {self.unit}: leave {gone} out of --lengths"
+    def missing_lengths(self, split: str, lengths: Collection[int]) -> str | None:
+        """Return a message if a split lacks examples of some of ``lengths``, or None."""
+        available = set(self.lengths(split)) if lengths else set()
+        missing = next((n for n in lengths if n not in available), None)
+        return (
+            None
+            if missing is None
+            else f"no {split} example of {missing} {self.length_unit}: leave {missing} out of --lengths"
+        )
 
-    def at(self, split: str, n: int, depth: float) -> Iterator[Example]:
-        """The examples of n items at a depth, of a task that has depths."""
+    def examples_at_depth(self, split: str, n: int, depth: float) -> Iterator[Example]:
+        """Generate the examples of n items at a depth; only tasks with depths implement it."""
         raise NotImplementedError
 
-    def chance(self, n: int) -> float | None:
-        """The exact answers of a guess at ``n`` items, where the task says so."""
+    def chance_accuracy(self, n: int) -> float | None:
+        """Return the accuracy of a random guess at ``n`` items, or None if the task does not define it."""
         return None
 
     def _example(self, split: str, n: int, draw: Callable[[], list[int]], depth: float | None = None) -> Example:
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             items = draw()
             prompt = tuple(self.prompt(items))
-            # longer prompts than in training cannot appear there
-            if n > self.config.items or split_of(prompt) == split:
+            # prompts longer than in training cannot appear in it, so every split may have them
+            if n > self.config.items or split_of_prompt(prompt) == split:
                 return Example(n, prompt, tuple(self.answer(items)), depth)
-        few = f"'{self.spec}': none of the few instances of {n} {self.unit} belongs to the {split} split"
-        raise UserError(f"{few}: raise {self.variety}")
+        message = f"'{self.spec}': none of the few instances of {n} {self.length_unit} belongs to the {split} split"
+        raise UserError(f"{message}: raise {self.variety_option}")
 
 
 registry: Registry[type[Algorithm]] = Registry("algorithmic task", "fairseq_rpe.algorithms")
 register = registry.register
 
 
-def split_of(prompt: tuple[str, ...]) -> str:
-    """The only split in which a prompt may appear: a tenth is for validation, a tenth for the test."""
+def split_of_prompt(prompt: tuple[str, ...]) -> str:
+    """Return the only split in which a prompt may appear: a tenth is for validation, a tenth for the test."""
     digest = hashlib.blake2b(" ".join(prompt).encode(), digest_size=8).digest()
     return {0: "valid", 1: "test"}.get(int.from_bytes(digest, "big") % 10, "train")

@@ -1,8 +1,8 @@
-"""Does Σ_n b_n, b_n = exp(bias(n)), converge? The verdict for each head, its limit B and its receptive field.
+"""Proves for each head whether Σ_n b_n with b_n = exp(bias(n)) converges, with its limit B and receptive field.
 
 Source: Qin, Zhong, Deng 2024, "Exploring Transformer Extrapolation" (arXiv 2307.10156), Theorems 0.3 and 0.4: where the
-series converges, a window that does not depend on the position holds all but a part ε of every row's attention.
-Distances n = i - j >= 0 are in tokens, log-biases are natural logarithms, and B counts from n = 0.
+series converges, a window whose size does not depend on the position holds all but a fraction ε of every row's
+attention. Distances n = i - j >= 0 are in tokens, log-biases are natural logarithms, and B starts at n = 0.
 
 >>> head = verdict("alibi", heads=8)[0]
 >>> head.decision, head.digits(), str(head.trf(0.01))
@@ -23,31 +23,40 @@ import sympy
 import torch
 from torch import Tensor
 
-from fairseq_rpe.analysis.asymptotics import Scale
-from fairseq_rpe.analysis.certified_sums import Finite, Geometric, summed
-from fairseq_rpe.analysis.convergence_test import CONVERGES, DEPENDS, DIVERGES, ORDERS, STARTS, UNDECIDED, decide, show
+from fairseq_rpe.analysis.asymptotics import LOG_STARTS, ORDERS, AsymptoticArithmetic, NotYetValid, Undecided
+from fairseq_rpe.analysis.certified_sums import FiniteSum, GeometricSum, certified_sum
+from fairseq_rpe.analysis.convergence_test import (
+    CONVERGES,
+    DEPENDS,
+    DIVERGES,
+    UNDECIDED,
+    decide_convergence,
+    format_number,
+)
 from fairseq_rpe.analysis.empirical_receptive_field import check_epsilons
-from fairseq_rpe.analysis.expansions import Later, Unknown
 from fairseq_rpe.analysis.formula import N, parse
-from fairseq_rpe.analysis.intervals_float import ranges
-from fairseq_rpe.analysis.intervals_mp import Undefined, enclose, ends, iv, sign
-from fairseq_rpe.analysis.theoretical_receptive_field import Sum, Trf, trf
+from fairseq_rpe.analysis.intervals_float import float_ranges
+from fairseq_rpe.analysis.intervals_mp import Undefined, bounds, enclose, iv, sign
+from fairseq_rpe.analysis.theoretical_receptive_field import ReceptiveField, Sum, receptive_field
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.encodings import Encoding, build
 
-LENGTH = 512  # training length handed to encodings that want one; no verdict depends on it
+LENGTH = 512  # training length for encodings that need one; no verdict depends on it
 _DIGITS = 12
-_ONE_BY_ONE, _DOUBLES = 64, 100  # numbers; exponent of 2 up to which ranges of doubles serve
-_OPEN, _TRIES = 1 << 14, 4000  # ranges that may still be open at a time; intervals beyond the doubles
+_SINGLE_POINTS = 64  # n below this are checked one by one
+_DOUBLE_EXPONENT = 100  # log2 n up to which ranges of doubles are checked
+_MAX_OPEN_RANGES, _MAX_INTERVALS = 1 << 14, 4000  # of doubles at a time; of intervals beyond the doubles
 
 
 @dataclass(frozen=True)
 class HeadVerdict:
-    """What is proved about one head: ``converges``, ``diverges`` or ``undecided``.
+    """The proven verdict on one head.
 
-    ``reason``: the test that decided and the parameters that it looked at, in one line; ``total``: B and its tails
-    where a bound on them is known.
+    Attributes:
+        decision: ``converges``, ``diverges``, ``undecided`` or ``depends on content``.
+        reason: the test that decided, with its parameters, in one line.
+        total: B and its tails, or None if no bound on them is known.
     """
 
     decision: str
@@ -56,14 +65,14 @@ class HeadVerdict:
 
     @property
     def limit(self) -> tuple[Any, Any] | None:
-        """Two mpmath numbers that B lies between; None where there is no B or no bound on it."""
-        return None if self.total is None else ends(self.total.total)
+        """Two mpmath numbers that bound B, or None if there is no B or no bound on it."""
+        return None if self.total is None else bounds(self.total.total)
 
     def digits(self) -> str:
-        """B with 12 digits, or fewer and the half-width of its bracket; "" where there is none."""
+        """Return B with 12 digits, or with fewer and its uncertainty; "" if there is no B."""
         if self.limit is None:
             return ""
-        if isinstance(self.total, Finite) and self.total.c == 0:
+        if isinstance(self.total, FiniteSum) and self.total.c == 0:
             return str(self.total.keys)
         low, high = self.limit
         fixed = {"strip_zeros": False, "min_fixed": -5, "max_fixed": _DIGITS + 1}
@@ -73,23 +82,36 @@ class HeadVerdict:
             middle, half = (low + high) / 2, (high - low) / 2
             if not mpmath.isfinite(half):
                 return f">= {mpmath.nstr(low, 6)}"
-            shown = min(_DIGITS, int(mpmath.log10(middle / half)) + 2)
-            if shown < 4:
+            digits = min(_DIGITS, int(mpmath.log10(middle / half)) + 2)
+            if digits < 4:
                 return f"{mpmath.nstr(low, 3)} to {mpmath.nstr(high, 3)}"
-        return f"{mpmath.nstr(middle, shown)} ± {mpmath.nstr(half, 2)}"
+        return f"{mpmath.nstr(middle, digits)} ± {mpmath.nstr(half, 2)}"
 
-    def trf(self, epsilon: float | Fraction) -> Trf | None:
-        """inf{ j : Σ_{t<j} b_t > B(1-ε) } (Eq. 22); None where B does not exist or no bound on it is known.
+    def trf(self, epsilon: float | Fraction) -> ReceptiveField | None:
+        """Return the receptive field inf{ j : Σ_{t<j} b_t > B(1-ε) } (Eq. 22), or None if there is no bound on B.
 
-        A float stands for the decimal that it is written as: 0.1 is 1/10.
+        Args:
+            epsilon: ε in (0, 1); a float is read as the decimal that it prints as, so 0.1 is exactly 1/10.
         """
         exact = epsilon if isinstance(epsilon, Fraction) else Fraction(repr(epsilon))
         check_epsilons([exact], "ε =")
-        return None if self.total is None else trf(self.total, exact)
+        return None if self.total is None else receptive_field(self.total, exact)
 
 
 def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> list[HeadVerdict]:
-    """The verdict of each head of an encoding with its present parameters, or of a fresh one that a spec names."""
+    """Return the verdict of each head.
+
+    Args:
+        encoding: an encoding, of which the current parameters count, or the spec of a new one.
+        heads: number of heads of a new encoding.
+        head_width: width of its heads.
+
+    Returns:
+        One verdict for each head.
+
+    Raises:
+        UserError: a parameter of the encoding is not finite.
+    """
     if isinstance(encoding, str):
         encoding = build(encoding, heads, heads * head_width, LENGTH)
     for name, parameter in encoding.named_parameters():
@@ -101,85 +123,91 @@ def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> l
     if weights is None:
         reason = "no formula of the bias is known, and numbers at finitely many distances prove nothing"
         return [HeadVerdict(UNDECIDED, reason)] * encoding.heads
-    return [_judge(w if isinstance(w, LogBias) else LogBias(w)) for w in weights]
+    return [_head_verdict(w if isinstance(w, LogBias) else LogBias(w)) for w in weights]
 
 
-def verdict_of_formula(text: str) -> HeadVerdict:
-    """The verdict of a formula for the log-bias; refuses what grows, or has no real value at some distance n >= 0."""
-    _checked(text)
-    return _judge(LogBias(text))
+def formula_verdict(text: str) -> HeadVerdict:
+    """Return the verdict on a formula for the log-bias.
+
+    Raises:
+        UserError: the formula does not parse, grows without bound, or has no real value at some distance n >= 0.
+    """
+    _parse_checked(text)
+    return _head_verdict(LogBias(text))
 
 
-def weights_of_formula(text: str, keys: int) -> Tensor:
-    """b_0 … b_(keys-1) of a formula, in double precision; refuses what :func:`verdict_of_formula` refuses."""
+def formula_weights(text: str, keys: int) -> Tensor:
+    """Return the weights b_0 … b_(keys-1) of a formula, float64; raise UserError as :func:`formula_verdict` does."""
     n = np.arange(keys, dtype=np.float64)
-    low, high = ranges(_checked(text), n, n)
+    low, high = float_ranges(_parse_checked(text), n, n)
     return torch.from_numpy(np.exp((low + high) / 2))
 
 
-def _checked(text: str) -> sympy.Expr:
+def _parse_checked(text: str) -> sympy.Expr:
+    """Return the expression of a formula that is bounded above and real at every n >= 0."""
     shown = " ".join(text.split())
     f = parse(text)
-    if decide(f).grows:
+    if decide_convergence(f).grows:
         raise UserError(f"the formula '{shown}' grows without bound: a log-bias is a penalty; is a minus sign missing?")
     _check_domain(f, shown)
     return f
 
 
 @functools.lru_cache(maxsize=1024)
-def _judge(weight: LogBias) -> HeadVerdict:
+def _head_verdict(weight: LogBias) -> HeadVerdict:
     f = parse(weight.formula, longest=None)
     note = f"; {weight.note}" if weight.note else ""
     if weight.keys is not None and not f.has(N):
         reason = f"finite sum: {weight.keys} terms, b_n = 0 from n = {weight.keys} on"
-        return HeadVerdict(CONVERGES, reason + note, Finite(f, weight.keys))
-    found = decide(f)
+        return HeadVerdict(CONVERGES, reason + note, FiniteSum(f, weight.keys))
+    decision = decide_convergence(f)
     if weight.at_least:
-        if found.verdict != DIVERGES or f.has(N):
+        # a lower bound of the bias proves divergence only, and only by the term test
+        if decision.verdict != DIVERGES or f.has(N):
             return HeadVerdict(UNDECIDED, f"only a lower bound of the bias is known{note}")
         return HeadVerdict(DIVERGES, f"term test: b_n does not go to 0{note}")
-    if found.verdict != CONVERGES:
-        return HeadVerdict(found.verdict, found.reason + note)
+    if decision.verdict != CONVERGES:
+        return HeadVerdict(decision.verdict, decision.reason + note)
     if rate := _rate(f):
         c, k = rate
-        start = f"e^{show(c)}·" if sign(c) != 0 else ""
-        reason = f"geometric series: b_n = {start}e^(-k·n), k = {show(k)} > 0, B = {start}1/(1 - e^-k)"
-        return HeadVerdict(CONVERGES, reason + note, Geometric(c, k))
-    return HeadVerdict(CONVERGES, found.reason + note, summed(f, found.level))
+        start = f"e^{format_number(c)}·" if sign(c) != 0 else ""
+        reason = f"geometric series: b_n = {start}e^(-k·n), k = {format_number(k)} > 0, B = {start}1/(1 - e^-k)"
+        return HeadVerdict(CONVERGES, reason + note, GeometricSum(c, k))
+    return HeadVerdict(CONVERGES, decision.reason + note, certified_sum(f, decision.level))
 
 
 def _rate(f: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
-    """(c, k) of f = c - k·n; None where f has another shape."""
+    """Return (c, k) of f = c - k·n, or None for another f."""
     if any(p.has(N) for p in f.atoms(sympy.Pow)) or not f.is_polynomial(N):
-        return None  # no power is written out: it may be a large one
-    parts = sympy.Poly(f, N).all_coeffs()
-    return (parts[1], -parts[0]) if len(parts) == 2 else None
+        return None  # expanding a large power would take too long
+    coefficients = sympy.Poly(f, N).all_coeffs()
+    return (coefficients[1], -coefficients[0]) if len(coefficients) == 2 else None
 
 
 def _check_domain(e: sympy.Expr, text: str) -> None:
-    """Refuse a formula that is complex, undefined or +∞ at some n, or of which that cannot be ruled out; b_n = 0 at -∞.
+    """Raise UserError unless the formula is proven to be real and below +∞ at every n >= 0; -∞, b_n = 0, is allowed.
 
-    The numbers up to 63 are tried one by one, ranges of larger ones are halved until intervals prove that the
-    formula has values there. Far out its expansion is the proof, which exists only where the formula has values.
+    Numbers n below 64 are checked one by one. Ranges of larger ones are halved until intervals prove that the formula
+    has values there. Beyond them the asymptotic expansion is the proof, as it exists only where the formula has values.
     """
-    for n in range(_ONE_BY_ONE):
+    for n in range(_SINGLE_POINTS):
         _check_at(e, n, text)
-    _check_ranges(e, [(1 << k, 2 << k) for k in range(_ONE_BY_ONE.bit_length() - 1, _DOUBLES)], text)
-    todo, tries = [(_DOUBLES, _proved_from(e))], 0
+    _check_ranges(e, [(1 << k, 2 << k) for k in range(_SINGLE_POINTS.bit_length() - 1, _DOUBLE_EXPONENT)], text)
+    todo, tries = [(_DOUBLE_EXPONENT, _proved_from(e))], 0
     while todo:
         a, b = todo.pop()
         tries += 1
         if a < b and not _defined(e, iv.mpf([iv.mpf(2) ** a, iv.mpf(2) ** b])):
-            if b - a == 1 or tries > _TRIES:
+            if b - a == 1 or tries > _MAX_INTERVALS:
                 raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from 2^{a} on")
             todo += [((a + b) // 2, b), (a, (a + b) // 2)]
 
 
 def _proved_from(e: sympy.Expr) -> int:
-    """The exponent of 2 from which an expansion holds, or could at best."""
-    for start, order in itertools.product(STARTS, ORDERS):
-        with contextlib.suppress(Later, Unknown, Undefined):
-            Scale(start, order)(e)
+    """Return log2 of the n from which an expansion holds, or of the last n tried if none does."""
+    for start, order in itertools.product(LOG_STARTS, ORDERS):
+        with contextlib.suppress(NotYetValid, Undecided, Undefined):
+            AsymptoticArithmetic(start, order)(e)
             break
     return math.ceil(start / math.log(2))
 
@@ -202,12 +230,12 @@ def _check_at(e: sympy.Expr, n: int, text: str) -> None:
 def _check_ranges(e: sympy.Expr, todo: list[tuple[int, int]], text: str) -> None:
     while todo:
         low, high = np.array(todo, dtype=np.float64).T
-        if len(todo) > _OPEN:
-            for n, _ in todo[:: _OPEN >> 8]:
+        if len(todo) > _MAX_OPEN_RANGES:
+            for n, _ in todo[:: _MAX_OPEN_RANGES >> 8]:
                 _check_at(e, n, text)
             start = todo[0][0]
             raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {start} on")
-        _, top = ranges(e, _outwards(low, -np.inf), _outwards(high, np.inf))
+        _, top = float_ranges(e, _outwards(low, -np.inf), _outwards(high, np.inf))
         bad = [todo[i] for i in np.flatnonzero(~(top < np.inf))]
         for n in (n for a, b in bad if b - a <= 1 for n in (a, b)):
             _check_at(e, n, text)
@@ -215,5 +243,5 @@ def _check_ranges(e: sympy.Expr, todo: list[tuple[int, int]], text: str) -> None
 
 
 def _outwards(near: Any, side: float) -> Any:
-    """Beyond 2^53 a whole number may fall between two doubles."""
+    """Round outwards beyond 2^53, where a whole number may lie between two doubles."""
     return np.where(near < 2.0**53, near, np.nextafter(near, side))

@@ -1,4 +1,4 @@
-"""Formulas of the distance n, read without ``eval``."""
+"""Parser of formulas in the distance n, without ``eval``."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.core.spec import did_you_mean
 
 N = sympy.Symbol("n", nonnegative=True)  # the distance in every expression of this package
 _FUNCTIONS = {name: getattr(sympy, name) for name in ("log", "exp", "sin", "cos", "tanh", "atan")} | {
@@ -18,14 +18,24 @@ _FUNCTIONS = {name: getattr(sympy, name) for name in ("log", "exp", "sin", "cos"
     **{name.lower(): getattr(sympy, name) for name in ("Abs", "Min", "Max")},
 }
 _NAMES = {"n": N, "pi": sympy.pi, "e": sympy.E}
-_LONGEST, _DEEPEST, _EXPONENT = 1000, 60, 300  # characters and levels of a formula; decimal exponent of a number in it
+_MAX_LENGTH, _MAX_DEPTH, _MAX_EXPONENT = 1000, 60, 300  # characters; nesting; decimal exponent of a number
 
 
-def parse(text: str, longest: int | None = _LONGEST) -> sympy.Expr:
-    """A formula in n as an expression in which nothing was cancelled, so that n/n stays undefined at n = 0.
+def parse(text: str, longest: int | None = _MAX_LENGTH) -> sympy.Expr:
+    """Parse a formula in n without simplifying it, so that n/n stays undefined at n = 0.
 
-    Numbers, ``n``, ``pi``, ``e``, ``+ - * / **``, parentheses and log = ln, exp, sqrt, sin, cos, tanh, atan, abs, min,
-    max; anything else is refused in one line. Decimals are exact: 0.1 is 1/10.
+    A formula may have numbers, ``n``, ``pi``, ``e``, ``+ - * / **``, parentheses and the functions log = ln, exp, sqrt,
+    sin, cos, tanh, atan, abs, min and max. Decimals are exact: 0.1 is 1/10.
+
+    Args:
+        text: the formula.
+        longest: largest number of characters; None for no limit.
+
+    Returns:
+        An expression in :data:`N`.
+
+    Raises:
+        UserError: the formula is not of this form.
 
     >>> parse("-0.5*n")
     -n/2
@@ -37,12 +47,12 @@ def parse(text: str, longest: int | None = _LONGEST) -> sympy.Expr:
     shown = " ".join(text.split())
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # 2(n): refused below in words of ours
+            warnings.simplefilter("ignore", SyntaxWarning)  # for 2(n), which is refused below
             tree = ast.parse(shown, mode="eval")
-        found = _read(tree.body, shown)
-        if _depth(found) > _DEEPEST:
+        expression = _read(tree.body, shown)
+        if _depth(expression) > _MAX_DEPTH:
             raise RecursionError
-        return found
+        return expression
     except UserError:
         raise
     except (MemoryError, RecursionError):
@@ -56,15 +66,17 @@ def _depth(e: sympy.Expr) -> int:
 
 
 def _read(node: ast.expr, text: str) -> sympy.Expr:
-    """The expression of a node of the tree of ``text``."""
+    """Return the expression of a node of the syntax tree of ``text``."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return sympy.Integer(value)
         case ast.Constant(value=float()):
             digits = (ast.get_source_segment(text, node) or "").replace("_", "").lower()
             exponent = re.search(r"e[+-]?(\d+)$", digits)
-            if exponent and (len(exponent[1]) > 4 or int(exponent[1]) > _EXPONENT):
-                raise UserError(f"the number {digits} in the formula is out of range: use exponents up to {_EXPONENT}")
+            if exponent and (len(exponent[1]) > 4 or int(exponent[1]) > _MAX_EXPONENT):
+                raise UserError(
+                    f"the number {digits} in the formula is out of range: use exponents up to {_MAX_EXPONENT}"
+                )
             return sympy.Rational(digits)
         case ast.Name(name):
             return _named(name, _NAMES)
@@ -79,17 +91,17 @@ def _read(node: ast.expr, text: str) -> sympy.Expr:
             if len(arguments) < 1 + several or (len(arguments) > 1 and not several):
                 raise UserError(f"{name} in the formula takes {'two arguments or more' if several else 'one argument'}")
             return function(*(_read(a, text) for a in arguments), evaluate=False)
-    part = ast.get_source_segment(text, node) or text
+    segment = ast.get_source_segment(text, node) or text
     power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor)
     hint = "write ** for powers" if power else f"use numbers, n, + - * / ** and {', '.join(_FUNCTIONS)}"
-    raise UserError(f"'{part}' cannot stand in a formula: {hint}")
+    raise UserError(f"'{segment}' cannot stand in a formula: {hint}")
 
 
 def _named(name: str, table: Mapping[str, Any]) -> Any:
     if name not in table:
-        known = [*_NAMES, *_FUNCTIONS]
-        meant = nearest(name, known) if len(name) > 1 else " (the distance is called n)"
-        raise UserError(f"unknown name '{name}' in the formula{meant}; known: {', '.join(known)}")
+        choices = [*_NAMES, *_FUNCTIONS]
+        meant = did_you_mean(name, choices) if len(name) > 1 else " (the distance is called n)"
+        raise UserError(f"unknown name '{name}' in the formula{meant}; known: {', '.join(choices)}")
     return table[name]
 
 
@@ -99,7 +111,7 @@ def _negative(e: sympy.Expr) -> sympy.Expr:
 
 def _binary(left: sympy.Expr, op: ast.operator, right: sympy.Expr) -> sympy.Expr:
     if isinstance(op, ast.Add | ast.Sub):
-        terms = left.args if left.is_Add else (left,)  # a long sum is one level
+        terms = left.args if left.is_Add else (left,)  # so that a long sum has a depth of 1
         return sympy.Add(*terms, right if isinstance(op, ast.Add) else _negative(right), evaluate=False)
     if isinstance(op, ast.Div):
         if left.is_Rational and right.is_Rational and right != 0:

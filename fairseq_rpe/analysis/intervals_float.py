@@ -1,4 +1,4 @@
-"""Ranges of an expression over many ranges of n at a time, in double precision."""
+"""Enclosures of an expression over many ranges of n at a time, as double-precision intervals rounded outwards."""
 
 import functools
 from collections.abc import Callable
@@ -8,30 +8,36 @@ from typing import Any
 import numpy as np
 import sympy
 
-from fairseq_rpe.analysis.intervals_mp import Field, Undefined
+from fairseq_rpe.analysis.intervals_mp import NumberArithmetic, Undefined
 
-_ULPS = 8  # numpy's functions are good to 4
+_ULPS = 8  # by which results of numpy's functions are widened; their error is at most 4
 
 
-def ranges(e: sympy.Expr, low: Any, high: Any) -> tuple[Any, Any]:
-    """Ranges of ``e`` over many ranges low <= n <= high of n; nan where it may be undefined."""
+def float_ranges(e: sympy.Expr, low: Any, high: Any) -> tuple[Any, Any]:
+    """Return the ranges (low, high) of ``e`` over each range low <= n <= high of n; NaN where it may be undefined.
+
+    Args:
+        e: expression in n.
+        low: lower ends, float64, any shape.
+        high: upper ends, the same shape.
+    """
     with np.errstate(all="ignore"):
-        a, b = Floats().walk(e, (low, high))
+        a, b = FloatArithmetic().walk(e, (low, high))
     return np.broadcast_to(a, low.shape), np.broadcast_to(b, low.shape)
 
 
 def _wide(low: Any, high: Any, ulps: int, bad: Any = False) -> Any:
-    """The range rounded outwards by ``ulps``; nan in both ends where either is, or where ``bad``."""
+    """Return the range rounded outwards by ``ulps``; both ends are NaN where either is, or where ``bad``."""
     bad = np.isnan(low) | np.isnan(high) | bad
     slack = ulps * np.finfo(float).eps
     low = np.nextafter(np.where(np.isinf(low), low, low - slack * abs(low)), -np.inf)
-    low = np.where(np.isposinf(low), np.finfo(float).max, low)  # it left the range of doubles
+    low = np.where(np.isposinf(low), np.finfo(float).max, low)  # a lower end that overflowed
     high = np.nextafter(np.where(np.isinf(high), high, high + slack * abs(high)), np.inf)
     return np.where(bad, np.nan, low), np.where(bad, np.nan, high)
 
 
-def _rising(function: Callable[[Any], Any], low: float = -np.inf, high: float = np.inf) -> Any:
-    """The field's method for a function that rises, with values between ``low`` and ``high``."""
+def _increasing(function: Callable[[Any], Any], low: float = -np.inf, high: float = np.inf) -> Any:
+    """Return the method for an increasing function with values between ``low`` and ``high``."""
 
     def method(self: Any, a: Any) -> Any:
         bottom, top = _wide(function(a[0]), function(a[1]), _ULPS)
@@ -40,14 +46,15 @@ def _rising(function: Callable[[Any], Any], low: float = -np.inf, high: float = 
     return method
 
 
-def _both(function: Callable[[Any, Any], Any]) -> Any:
+def _monotone(function: Callable[[Any, Any], Any]) -> Any:
     return lambda self, a, b: (function(a[0], b[0]), function(a[1], b[1]))
 
 
-class Floats(Field):
-    """Ranges as pairs of numpy arrays (low, high), rounded outwards; (nan, nan) where the value may be undefined."""
+class FloatArithmetic(NumberArithmetic):
+    """Arithmetic with pairs of arrays (low, high), rounded outwards; (NaN, NaN) where a value may be undefined."""
 
     def rational(self, p: int, q: int) -> Any:
+        """Return the ranges of the rational p/q."""
         try:
             near = np.float64(p / q)
         except OverflowError:
@@ -55,18 +62,22 @@ class Floats(Field):
         return (near, near) if Fraction(float(near)) == Fraction(p, q) else _wide(near, near, 1)
 
     def constant(self, e: sympy.Expr) -> Any:
+        """Return the ranges of π or e."""
         return _wide(np.float64(float(e)), np.float64(float(e)), 1)
 
     def add(self, a: Any, b: Any) -> Any:
+        """Return the ranges of a + b."""
         return _wide(a[0] + b[0], a[1] + b[1], 1, np.isnan(a[0] + b[1]) | np.isnan(a[1] + b[0]))
 
     def mul(self, a: Any, b: Any) -> Any:
+        """Return the ranges of a · b."""
         corners = [p * q for p in a for q in b]
-        for p, q in ((a, b), (b, a)):  # 0 · ∞ inside, not only at a corner
+        for p, q in ((a, b), (b, a)):  # 0 · ∞ may occur inside the ranges, not only at a corner
             corners.append(np.where((np.isinf(p[0]) | np.isinf(p[1])) & (q[0] <= 0) & (q[1] >= 0), np.nan, corners[0]))
         return _wide(functools.reduce(np.minimum, corners), functools.reduce(np.maximum, corners), 1)
 
     def power(self, a: Any, k: int) -> Any:
+        """Return the ranges of a to the whole power k."""
         low, high = a
         if k < 0:
             low, high = self.power(a, -k)
@@ -74,37 +85,41 @@ class Floats(Field):
             return _wide(1 / high, 1 / low, 1, gap)
         if k == 0:
             return low**k, high**k
-        ends = _wide(np.minimum(low**k, high**k), np.maximum(low**k, high**k), _ULPS)
+        bounds = _wide(np.minimum(low**k, high**k), np.maximum(low**k, high**k), _ULPS)
         if k % 2:
-            return ends
-        return np.where((low <= 0) & (high >= 0), 0.0, np.maximum(ends[0], 0)), ends[1]
+            return bounds
+        return np.where((low <= 0) & (high >= 0), 0.0, np.maximum(bounds[0], 0)), bounds[1]
 
-    exp, log = _rising(np.exp, low=0), _rising(np.log)
-    tanh, atan = _rising(np.tanh, low=-1, high=1), _rising(np.arctan)
-    min, max = _both(np.minimum), _both(np.maximum)
+    exp, log = _increasing(np.exp, low=0), _increasing(np.log)
+    tanh, atan = _increasing(np.tanh, low=-1, high=1), _increasing(np.arctan)
+    min, max = _monotone(np.minimum), _monotone(np.maximum)
 
     def base(self, a: Any, exponent: Any) -> Any:
+        """Return ``a``, NaN unless it is positive, or non-negative with a positive exponent."""
         bad = (a[0] < 0) | ((a[0] == 0) & ~(exponent[0] > 0))
         return np.where(bad, np.nan, a[0]), np.where(bad, np.nan, a[1])
 
     def sin(self, a: Any) -> Any:
+        """Return the ranges of the sine."""
         return self.cos(a, np.sin, np.pi / 2)
 
     def cos(self, a: Any, function: Callable[[Any], Any] = np.cos, top_at: float = 0.0) -> Any:
-        """cos, or another wave with a maximum at ``top_at``."""
+        """Return the range of cos, or of another wave with a maximum at ``top_at``."""
         from_top = a[0] - top_at, a[1] - top_at
         low, high = function(a[0]), function(a[1])
-        near = 1e-9 + 1e-15 * np.maximum(np.abs(a[0]), np.abs(a[1]))  # the slack of the two tests and of π
-        turns = [np.floor((end + sign * near) / np.pi) for end, sign in ((from_top[1], 1), (from_top[0], -1))]
-        passed = turns[0] - turns[1]  # multiples of π in the range: maxima where even, minima where odd
-        even, two = np.mod(turns[0], 2) == 0, passed >= 2
+        near = 1e-9 + 1e-15 * np.maximum(np.abs(a[0]), np.abs(a[1]))  # covers rounding of the two quotients and of π
+        half_waves = [np.floor((end + sign * near) / np.pi) for end, sign in ((from_top[1], 1), (from_top[0], -1))]
+        passed = half_waves[0] - half_waves[1]  # multiples of π in the range: maxima where even, minima where odd
+        even, two = np.mod(half_waves[0], 2) == 0, passed >= 2
         slack = 1e-15 * _ULPS + np.where(near > 1e-8, near, 0.0)
         top = np.where(two | ((passed >= 1) & even), 1.0, np.minimum(np.maximum(low, high) + slack, 1))
         bottom = np.where(two | ((passed >= 1) & ~even), -1.0, np.maximum(np.minimum(low, high) - slack, -1))
+        # the phase of a large or infinite argument is lost: any value from -1 to 1 is possible
         wild = ~(np.isfinite(a[0]) & np.isfinite(a[1]) & (near < 1e-3))
         nan = np.isnan(a[0]) | np.isnan(a[1])
         return np.where(nan, np.nan, np.where(wild, -1.0, bottom)), np.where(nan, np.nan, np.where(wild, 1.0, top))
 
     def abs(self, a: Any) -> Any:
+        """Return the ranges of |a|."""
         inside = (a[0] <= 0) & (a[1] >= 0)
         return np.where(inside, 0.0, np.minimum(abs(a[0]), abs(a[1]))), np.maximum(abs(a[0]), abs(a[1]))

@@ -1,4 +1,4 @@
-"""Whether every backend computes every encoding rightly on this machine, against the reference in float64."""
+"""Self-test: compares every backend with the float64 reference on this machine, for every encoding."""
 
 import math
 import time
@@ -13,31 +13,34 @@ from torch import Tensor
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis.speed import DTYPES, check_backends
-from fairseq_rpe.attention import BACKENDS, Backend, calibration_cache, calibration_inputs
-from fairseq_rpe.attention.forward import carry_out, counted, noted, plan_of
-from fairseq_rpe.core.bias import Positions
+from fairseq_rpe.attention import BACKENDS, Backend, autotune_cache, autotune_inputs
+from fairseq_rpe.attention.forward import build_plan, compute_token_features, positions_from_padding, run_attention
 from fairseq_rpe.core.contract import ContractError, is_shipped
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.encodings.base import registry
-from fairseq_rpe.utils.table import Cell as Shown
-from fairseq_rpe.utils.table import Row, Table
+from fairseq_rpe.utils.table import Cell, Table, TableRow
 
 CASES = ("forward", "backward", "padded", "cached", "warped")
-PASSED, FAILED, REFUSED, NONE = "passed", "failed", "refused", "does not apply"
+PASSED, FAILED, REFUSED, NOT_APPLICABLE = "passed", "failed", "refused", "does not apply"
 BATCH, HEADS, SEED = 2, 2, 0
-PADS, STEPS = 7, 3  # tokens on the left of a padded row; of decoding
-FAR = 3  # times the tokens: positions that tables have to hold, of warped rows
-SYMBOLS = (".", "</s>", *"abcdef")  # a dictionary for encodings that read tokens
-REPEATS, LONG = 3, 0.02  # timed calls; seconds after which no more are made
+PAD_TOKENS, DECODE_STEPS = 7, 3  # padding on the left of a padded row; decoded tokens
+POSITION_FACTOR = 3  # largest position / tokens, in warped rows
+SYMBOLS = (".", "</s>", *"abcdef")  # dictionary for encodings that need token ids
+REPEATS, MAX_TIMING_SECONDS = 3, 0.02  # timed calls; total seconds after which timing ends
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is tested: each of ``encodings`` (none: all that are registered) with each of ``backends`` and ``dtypes``.
+class SelftestSetting:
+    """What is tested: each encoding with each backend and dtype.
 
-    ``device`` is cpu or cuda, ``dtypes`` are keys of :data:`~fairseq_rpe.analysis.speed.DTYPES`.
+    Attributes:
+        device: cpu or cuda.
+        encodings: specs; an empty sequence means all registered encodings.
+        backends: names of backends, or "all".
+        dtypes: keys of :data:`~fairseq_rpe.analysis.speed.DTYPES`.
     """
 
     device: str
@@ -46,11 +49,11 @@ class Setting:
     dtypes: Sequence[str] = ("fp32", "bf16")
 
     def check(self) -> None:
-        """Raises UserError: no such encoding, backend or dtype, or an encoding of the user's own with a mistake."""
+        """Raise UserError for an unknown encoding, backend or dtype, or a user-defined encoding with a mistake."""
         check_backends(self.backends, self.names(), BACKENDS)
         for spec in self.names():
             encodings.normalise(spec)
-            _check_own(spec)
+            _check_contract(spec)
         for name in self.dtypes:
             if name not in DTYPES:
                 raise UserError(f"--dtype: unknown '{name}'; known: {', '.join(DTYPES)}")
@@ -58,26 +61,33 @@ class Setting:
             raise UserError("--dtype names at least one")
 
     def names(self) -> Sequence[str]:
-        """The encodings."""
+        """Return the specs of all tested encodings."""
         return self.encodings or encodings.names()
 
-    def tests(self) -> list[Callable[[], list["Cell"]]]:
-        """What to call for the cells of each backend, dtype and encoding."""
+    def tests(self) -> list[Callable[[], list["TestResult"]]]:
+        """Return a function for each backend, dtype and encoding, which returns its results."""
         backends = tuple(BACKENDS) if tuple(self.backends) == ("all",) else self.backends
         names = self.names()
-        return [partial(tested, self.device, *at, at[2] == names[0]) for at in product(backends, self.dtypes, names)]
+        combinations = product(backends, self.dtypes, names)
+        return [partial(run_tests, self.device, *values, values[2] == names[0]) for values in combinations]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One test. ``case`` is one of :data:`CASES`; ``state`` passed, failed, refused or does not apply.
+class TestResult:
+    """Result of one test.
 
-    forward; backward: with all gradients; padded: with padding on the left; cached: one query against all keys, for the
-    last three tokens; warped: unevenly spaced positions, fractions where the encoding takes them. padded and warped
-    have gradients too where the backend has any.
-
-    ``error``: the largest one of outputs and gradients, as a multiple of ``tolerance`` times the largest value or 1;
-    ``seconds``: of a call, the least of a few; ``reason``: of a failure or a refusal.
+    Attributes:
+        encoding: spec of the encoding.
+        backend: name of the backend.
+        dtype: key of :data:`~fairseq_rpe.analysis.speed.DTYPES`.
+        case: one of :data:`CASES`. forward: the output; backward: all gradients too; padded: with padding on the left;
+            cached: one query against all keys, for the last three tokens; warped: unevenly spaced positions, fractional
+            ones if the encoding takes them. padded and warped have gradients too if the backend has any.
+        state: passed, failed, refused or does not apply.
+        tolerance: tolerance of the dtype.
+        error: largest error of outputs and gradients, as a multiple of ``tolerance`` · max(1, largest value).
+        seconds: seconds of a call, the least of a few.
+        reason: reason of a failure or a refusal.
     """
 
     encoding: str
@@ -93,61 +103,75 @@ class Cell:
 
 @dataclass(frozen=True)
 class Size:
-    """Tokens, and the width of a head."""
+    """Number of tokens, and head width."""
 
     tokens: int
     width: int
 
 
-def _check_own(spec: str) -> None:
-    """Raise the ContractError of a user's encoding; any other refusal is a result of the test."""
+def _check_contract(spec: str) -> None:
+    """Raise the ContractError of a user-defined encoding; other refusals are results of the test."""
     try:
         if not is_shipped(registry.get(parse(spec)[0])):
-            encodings.build(spec, HEADS, HEADS * 32, FAR * calibration_inputs.SIZE, SYMBOLS)
+            encodings.build(spec, HEADS, HEADS * 32, POSITION_FACTOR * autotune_inputs.SIZE, SYMBOLS)
     except ContractError:
         raise
     except UserError:
         pass
 
 
-def size_for(device: str, backend: str) -> Size:
-    """Odd, several blocks of every kernel; small where Triton's interpreter runs them."""
+def problem_size(device: str, backend: str) -> Size:
+    """Return an odd number of tokens that spans several blocks of every kernel; small for Triton's interpreter."""
     if device == "cuda":
-        return Size(calibration_inputs.SIZE, 64)
-    return Size(37 if backend == "triton" else calibration_inputs.SIZE, 32)
+        return Size(autotune_inputs.SIZE, 64)
+    return Size(37 if backend == "triton" else autotune_inputs.SIZE, 32)
 
 
-def tested(device: str, backend: str, dtype: str, spec: str, first: bool) -> list[Cell]:
-    """The cells of an encoding; whatever goes wrong is a failed one. ``first``: of its backend and dtype."""
+def run_tests(device: str, backend: str, dtype: str, spec: str, first: bool) -> list[TestResult]:
+    """Run all cases of an encoding; any exception is a failed test.
+
+    Args:
+        device: cpu or cuda.
+        backend: name of the backend.
+        dtype: key of :data:`~fairseq_rpe.analysis.speed.DTYPES`.
+        spec: spec of the encoding.
+        first: whether it is the first encoding of this backend and dtype.
+
+    Returns:
+        One result for each of :data:`CASES`.
+    """
     if backend == "flex" and first:
-        torch._dynamo.reset()  # torch keeps so many compiled functions and then refuses more
-    size, tolerance, cells = size_for(device, backend), calibration_inputs.TOLERANCE[DTYPES[dtype]], []
+        torch._dynamo.reset()  # torch limits the number of compiled functions and refuses further ones
+    size, tolerance, cells = problem_size(device, backend), autotune_inputs.TOLERANCE[DTYPES[dtype]], []
     for case in CASES:
         about = (spec, backend, dtype, case)
         torch.manual_seed(SEED)
         try:
-            encoding = encodings.build(spec, HEADS, HEADS * size.width, FAR * size.tokens, SYMBOLS).to(device)
+            encoding = encodings.build(spec, HEADS, HEADS * size.width, POSITION_FACTOR * size.tokens, SYMBOLS).to(
+                device
+            )
             if case == "warped" and encoding.position_type == "none":
-                cells.append(Cell(*about, NONE, tolerance))
+                cells.append(TestResult(*about, NOT_APPLICABLE, tolerance))
                 continue
-            error, seconds = _compared(encoding, BACKENDS[backend], case, DTYPES[dtype], size, device)
+            error, seconds = _compare(encoding, BACKENDS[backend], case, DTYPES[dtype], size, device)
             state = PASSED if error <= 1 else FAILED
             reason = "" if state == PASSED else "not a number" if error != error else "deviates from the reference"
             finite = error if math.isfinite(error) else None
-            cells.append(Cell(*about, state, tolerance, finite, seconds, reason))
+            cells.append(TestResult(*about, state, tolerance, finite, seconds, reason))
         except UserError as refusal:
-            cells.append(Cell(*about, REFUSED, tolerance, reason=str(refusal)))
+            cells.append(TestResult(*about, REFUSED, tolerance, reason=str(refusal)))
         except Exception as error:
-            said = " ".join(str(error).split())[:300]
-            cells.append(Cell(*about, FAILED, tolerance, reason=f"{type(error).__name__}: {said}"))
+            message = " ".join(str(error).split())[:300]
+            cells.append(TestResult(*about, FAILED, tolerance, reason=f"{type(error).__name__}: {message}"))
     return cells
 
 
-def _compared(
+def _compare(
     encoding: Encoding, backend: Backend, case: str, dtype: torch.dtype, size: Size, device: str
 ) -> tuple[float, float]:
-    """The error as a multiple of the tolerance, and seconds of a call."""
+    """Return the error as a multiple of the tolerance, and the seconds of a call."""
     n, shape = size.tokens, (BATCH, HEADS, size.tokens, size.width)
+    # inputs are rounded to dtype first, so that the float64 reference gets the same numbers
     exact = [torch.randn(shape).to(device, dtype).double() for _ in range(3)]
     cotangent = torch.randn(shape).to(device, dtype)
     inputs = torch.randn(BATCH, n, HEADS * size.width).to(device, dtype).double()
@@ -159,62 +183,63 @@ def _compared(
         cotangent = cotangent.masked_fill(padding[:, None, :, None], 0.0)
     grads = case in ("backward", "padded", "warped")
 
-    def calls(given: Sequence[Tensor], chosen: Backend, grads: bool) -> Iterator[Tensor]:
-        """The output and, with ``grads``, the gradients of q, k, v and the parameters."""
-        q, k, v = (x.detach().requires_grad_(grads) for x in given)
+    def run(qkv: Sequence[Tensor], backend: Backend, grads: bool) -> Iterator[Tensor]:
+        """Yield the output of each call and, with ``grads``, the gradients of q, k, v and the parameters."""
+        q, k, v = (x.detach().requires_grad_(grads) for x in qkv)
         with torch.set_grad_enabled(grads):
-            for m in range(n - STEPS + 1, n + 1) if case == "cached" else (n,):
-                own = _last(positions, m) if case == "cached" else positions
-                new = q[:, :, m - 1 : m] if case == "cached" else q
-                plan = plan_of(encoding, own, padding, chosen)
-                notes = noted(inputs[:, :m].to(q.dtype), plan)
-                out = carry_out(new, k[:, :, :m], v[:, :, :m], plan, 0.0, notes)
+            for m in range(n - DECODE_STEPS + 1, n + 1) if case == "cached" else (n,):
+                call_positions = _last(positions, m) if case == "cached" else positions
+                query = q[:, :, m - 1 : m] if case == "cached" else q
+                plan = build_plan(encoding, call_positions, padding, backend)
+                features = compute_token_features(inputs[:, :m].to(q.dtype), plan)
+                out = run_attention(query, k[:, :, :m], v[:, :, :m], plan, 0.0, features)
                 yield out
             if grads:
                 leaves = [q, k, v, *(p for p in encoding.parameters() if p.requires_grad)]
-                found = torch.autograd.grad(out, leaves, cotangent.to(out.dtype), allow_unused=True)
-                yield from (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
+                gradients = torch.autograd.grad(out, leaves, cotangent.to(out.dtype), allow_unused=True)
+                yield from (torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True))
 
-    given = [x.to(dtype) for x in exact]
+    rounded = [x.to(dtype) for x in exact]
     start = time.perf_counter()
     try:
-        found = list(calls(given, backend, grads))
+        actual = list(run(rounded, backend, grads))
     except UserError:
         if not grads or case == "backward":
             raise
-        grads = False  # a backend that has no gradients here is still tested on the rest
-        found = list(calls(given, backend, grads))
+        grads = False  # a backend without gradients for this case is still tested on its output
+        actual = list(run(rounded, backend, grads))
     first = time.perf_counter() - start
-    expected = list(calls(exact, BACKENDS["reference"], grads))
-    plan = plan_of(encoding, positions, padding, backend)
-    error = calibration_inputs.deviation(found, expected, calibration_inputs.TOLERANCE[dtype], plan, given[2])
-    interpreted = device == "cpu" and backend is BACKENDS["triton"]  # which takes seconds, and compiles nothing
-    seconds = first if interpreted else _seconds(lambda: list(calls(given, backend, grads)), device)
-    return error, seconds / (STEPS if case == "cached" else 1)
+    expected = list(run(exact, BACKENDS["reference"], grads))
+    plan = build_plan(encoding, positions, padding, backend)
+    error = autotune_inputs.deviation(actual, expected, autotune_inputs.TOLERANCE[dtype], plan, rounded[2])
+    interpreted = device == "cpu" and backend is BACKENDS["triton"]  # slow, and without compilation to warm up
+    seconds = first if interpreted else _seconds(lambda: list(run(rounded, backend, grads)), device)
+    return error, seconds / (DECODE_STEPS if case == "cached" else 1)
 
 
 def _positions(encoding: Encoding, case: str, n: int, device: str) -> tuple[Positions, Tensor | None]:
+    """Return positions and padding mask of a case."""
     if case == "padded":
         padding = torch.zeros(BATCH, n, dtype=torch.bool, device=device)
-        padding[0, :PADS] = True
-        return counted(padding, n, encoding.length_dependent)
+        padding[0, :PAD_TOKENS] = True
+        return positions_from_padding(padding, n, encoding.length_dependent)
     if case == "warped":
-        at = torch.rand(BATCH, n).mul(2).cumsum(1)
+        pos = torch.rand(BATCH, n).mul(2).cumsum(1)  # (B, n)
         if encoding.position_type == "whole":
-            at = at.round() + torch.arange(n)
-        at = at.to(device)
-        return Positions(at, at, 1.0 if encoding.position_type == "whole" else None, contiguous=False), None
+            pos = pos.round() + torch.arange(n)
+        pos = pos.to(device)
+        return Positions(pos, pos, 1.0 if encoding.position_type == "whole" else None, contiguous=False), None
     return Positions.arange(n, device=device), None
 
 
 def _last(pos: Positions, m: int) -> Positions:
-    """Of the last of m tokens."""
+    """Return the positions of one query, the last of m tokens, and its keys."""
     return Positions(pos.k[:, m - 1 : m], pos.k[:, :m], tokens=None if pos.tokens is None else pos.tokens[:, :m])
 
 
 def _seconds(work: Callable[[], Any], device: str) -> float:
     times: list[float] = []
-    while len(times) < REPEATS and sum(times) < LONG:
+    while len(times) < REPEATS and sum(times) < MAX_TIMING_SECONDS:
         start = time.perf_counter()
         work()
         if device == "cuda":
@@ -223,20 +248,20 @@ def _seconds(work: Callable[[], Any], device: str) -> float:
     return min(times)
 
 
-def tables(cells: Sequence[Cell]) -> list[Table]:
-    """One for each backend and dtype that has not refused all: encodings × cases, errors with milliseconds."""
-    found = []
+def tables(cells: Sequence[TestResult]) -> list[Table]:
+    """Return tables of errors and milliseconds (encodings × cases), one for each backend and dtype that ran at all."""
+    result = []
     for backend, dtype in dict.fromkeys((c.backend, c.dtype) for c in cells):
-        own = {(c.encoding, c.case): c for c in cells if (c.backend, c.dtype) == (backend, dtype)}
-        if any(c.state in (PASSED, FAILED) for c in own.values()):
-            names = dict.fromkeys(encoding for encoding, _ in own)
-            rows = [Row(name, [Shown(_shown(own[name, case])) for case in CASES]) for name in names]
-            found.append(Table("", [f"{backend}, {dtype}", *CASES], rows))
-    return found
+        by_case = {(c.encoding, c.case): c for c in cells if (c.backend, c.dtype) == (backend, dtype)}
+        if any(c.state in (PASSED, FAILED) for c in by_case.values()):
+            names = dict.fromkeys(encoding for encoding, _ in by_case)
+            rows = [TableRow(name, [Cell(_format(by_case[name, case])) for case in CASES]) for name in names]
+            result.append(Table("", [f"{backend}, {dtype}", *CASES], rows))
+    return result
 
 
-def _shown(cell: Cell) -> str:
-    if cell.state == NONE:
+def _format(cell: TestResult) -> str:
+    if cell.state == NOT_APPLICABLE:
         return "–"
     if cell.error is None or cell.seconds is None:
         return cell.state
@@ -244,34 +269,43 @@ def _shown(cell: Cell) -> str:
     return text if cell.state == PASSED else f"{cell.state}: {text}"
 
 
-def reasons(cells: Sequence[Cell]) -> list[str]:
-    """A line on each refusal and each failure, with what it holds for."""
-    found: dict[tuple[str, str, str], list[Cell]] = {}
+def reasons(cells: Sequence[TestResult]) -> list[str]:
+    """Return a line on each distinct refusal and failure, with the encodings, cases and dtypes it applies to."""
+    groups: dict[tuple[str, str, str], list[TestResult]] = {}
     for cell in cells:
         if cell.reason:
-            found.setdefault((cell.state, cell.backend, cell.reason), []).append(cell)
+            groups.setdefault((cell.state, cell.backend, cell.reason), []).append(cell)
     lines = []
-    for (state, backend, reason), own in found.items():
+    for (state, backend, reason), group in groups.items():
         where = []
         for name in ("encoding", "case", "dtype"):
-            here, there = ({getattr(c, name): None for c in some} for some in (own, cells))
-            where += [", ".join(here)] if len(here) < len(there) else []
+            in_group, tested = ({getattr(c, name): None for c in results} for results in (group, cells))
+            where += [", ".join(in_group)] if len(in_group) < len(tested) else []
         lines.append(f"{state}: {backend}: {reason} ({'; '.join(where) or 'everything'})")
     return lines
 
 
-def summary(cells: Sequence[Cell]) -> str:
-    """How many of each state, and the largest error of those that passed."""
+def summary(cells: Sequence[TestResult]) -> str:
+    """Return the number of results in each state, and the largest error of those that passed."""
     counts = {state: sum(c.state == state for c in cells) for state in (PASSED, FAILED, REFUSED)}
     worst = max((c.error for c in cells if c.state == PASSED and c.error is not None), default=0.0)
     return ", ".join(f"{count} {state}" for state, count in counts.items()) + f"; largest error passed: {worst:.3f}"
 
 
-def document(setting: Setting, cells: Sequence[Cell], about: dict[str, Any], complete: bool) -> dict[str, Any]:
-    """What is written as JSON, to attach to a report; ``about``: the version and commit of this package."""
+def as_document(
+    setting: SelftestSetting, cells: Sequence[TestResult], about: dict[str, Any], complete: bool
+) -> dict[str, Any]:
+    """Return the content of the JSON file, to attach to a bug report.
+
+    Args:
+        setting: what is tested.
+        cells: results so far.
+        about: version and commit of this package.
+        complete: whether all tests have run.
+    """
     return {
         **about,
-        "machine": calibration_cache.machine(torch.device(setting.device)),
+        "machine": autotune_cache.describe_machine(torch.device(setting.device)),
         "setting": {**asdict(setting), "batch": BATCH, "heads": HEADS},
         "complete": complete,
         "summary": summary(cells),

@@ -1,4 +1,4 @@
-"""How fast attention is with each encoding and backend on this machine, against attention without a bias."""
+"""Times attention with each encoding and backend on this machine, relative to attention without a bias."""
 
 import os
 import platform
@@ -15,25 +15,34 @@ from torch.nn import functional as F
 
 from fairseq_rpe import encodings
 from fairseq_rpe.attention import BACKENDS, Backend
-from fairseq_rpe.attention.forward import carry_out, noted, plan_of
-from fairseq_rpe.core.bias import Positions
+from fairseq_rpe.attention.forward import build_plan, compute_token_features, run_attention
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.encodings import Encoding
-from fairseq_rpe.utils.table import Cell, Row, Table
+from fairseq_rpe.utils.table import Cell, Table, TableRow
 
-LIMIT = "no bias"
+BASELINE = "no bias"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SLOW = 20.0  # a first call of so many seconds is the only one of its kind
-DENSE_COPIES = 6  # scores, bias, mask and weights of the reference, and what its backward keeps
-Way = Callable[[], None]
+MAX_REPEATED_SECONDS = 20.0  # a call that takes longer than this is not repeated
+DENSE_COPIES = 6  # n × n tensors of the reference: scores, bias, mask, weights and those saved for the backward pass
+TimedCall = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What takes turns, and at which size: ``encodings``, each adds a bias or is nope, with each of ``backends``.
+class BenchSetting:
+    """What is timed: each encoding with each backend at each length.
 
-    ``lengths`` in tokens; ``width`` is a head's, ``dtype`` a key of :data:`DTYPES`, ``device`` cpu or cuda; ``passes``:
-    forward, training or both; of ``repeats`` turns the median counts.
+    Attributes:
+        device: cpu or cuda.
+        encodings: specs; each adds a bias or is nope.
+        backends: names of backends, or "all".
+        lengths: in tokens.
+        batch: batch size.
+        heads: number of heads.
+        width: head width.
+        dtype: key of :data:`DTYPES`.
+        passes: forward, training or both.
+        repeats: number of rounds, of which the median is reported.
     """
 
     device: str
@@ -48,50 +57,57 @@ class Setting:
     repeats: int = 5
 
     def check(self) -> None:
-        """Raises UserError: no such backend, or nothing is named."""
+        """Raise UserError for an unknown backend, or if there are no encodings or no backends."""
         check_backends(self.backends, self.encodings, BACKENDS)
 
     def measurements(self) -> list[Callable[[], tuple[list["Timing"], list[str]]]]:
-        """What to call for the timings of each length and pass."""
+        """Return a function for each length and pass, which returns its timings and lines on what is left out."""
         steps = ("forward", "training") if self.passes == "both" else (self.passes,)
         return [partial(measure, self, step, length) for length in self.lengths for step in steps]
 
     def __str__(self) -> str:
-        """Machine and setting in one line."""
+        """Describe machine and setting in one line."""
         shape = f"batch {self.batch}, {self.heads} heads of {self.width}, {self.dtype}"
-        return machine(self.device, f"{shape}, medians of {self.repeats}")
+        return describe_machine(self.device, f"{shape}, medians of {self.repeats}")
 
 
-def check_backends(backends: Sequence[str], encodings: Sequence[str], known: Collection[str]) -> None:
-    """Raises UserError: a backend is not ``known`` nor the word all, or no encoding or no backend is named."""
+def check_backends(backends: Sequence[str], encodings: Sequence[str], registered: Collection[str]) -> None:
+    """Raise UserError for a backend that is not ``registered``, or if there are no encodings or no backends."""
     for name in backends:
-        if name not in known and tuple(backends) != ("all",):
-            raise UserError(f"--backends: unknown '{name}'; known: {', '.join(known)}")
+        if name not in registered and tuple(backends) != ("all",):
+            raise UserError(f"--backends: unknown '{name}'; known: {', '.join(registered)}")
     if not encodings or not backends:
         raise UserError("--encodings and --backends name at least one each")
 
 
 def free_memory(device: str) -> int:
-    """Bytes."""
+    """Return the free memory of the device in bytes."""
     on_cpu = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
     return torch.cuda.mem_get_info()[0] if device == "cuda" else on_cpu
 
 
-def machine(device: str, setting: str) -> str:
-    """What something was timed on, in one line, with the ``setting`` in its middle."""
+def describe_machine(device: str, setting: str) -> str:
+    """Describe the machine in one line, with the ``setting`` in its middle."""
     on_cpu = device == "cpu"
     name = platform.processor() or platform.machine() if on_cpu else torch.cuda.get_device_name()
     cores = f", {os.cpu_count()} cores, {torch.get_num_threads()} threads" if on_cpu else ""
-    busy = f", load {os.getloadavg()[0]:.1f}" if on_cpu else ""
-    return f"{name}{cores}, torch {torch.__version__}, {setting}{busy}"
+    load = f", load {os.getloadavg()[0]:.1f}" if on_cpu else ""
+    return f"{name}{cores}, torch {torch.__version__}, {setting}{load}"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One measurement, the median of several; ``step`` is forward or training, or inference of a model: then the mean.
+    """Time of one encoding with one backend.
 
-    ``ratio``: the time over that without a bias, of a model over that of the first encoding; ``least`` and ``most``: of
-    the runs, in milliseconds.
+    Attributes:
+        encoding: spec of the encoding.
+        backend: name of the backend.
+        step: forward or training of attention, or inference of a model.
+        length: in tokens.
+        milliseconds: median of all runs; the mean for models.
+        ratio: time relative to attention without a bias; for models, to the first encoding.
+        least: fastest run in milliseconds.
+        most: slowest run in milliseconds.
     """
 
     encoding: str
@@ -104,42 +120,52 @@ class Timing:
     most: float
 
 
-def measure(setting: Setting, step: str, length: int) -> tuple[list[Timing], list[str]]:
-    """Every encoding with every backend in turns, and a line on each that is left out."""
-    ways, left_out = _ways(setting, step == "training", length)
-    times = in_turns(ways, setting.repeats, setting.device)
-    limit = statistics.median(times[LIMIT, "sdpa"])
+def measure(setting: BenchSetting, step: str, length: int) -> tuple[list[Timing], list[str]]:
+    """Time every encoding with every backend, interleaved.
+
+    Args:
+        setting: what is timed.
+        step: forward or training.
+        length: in tokens.
+
+    Returns:
+        The timings, and a line on each combination that is left out.
+    """
+    calls, left_out = _timed_calls(setting, step == "training", length)
+    times = time_interleaved(calls, setting.repeats, setting.device)
+    baseline = statistics.median(times[BASELINE, "sdpa"])
     timings = []
-    for key, found in times.items():
-        median, least, most = (round(1000 * of(found), 3) for of in (statistics.median, min, max))
-        timings.append(Timing(*key, step, length, median, round(statistics.median(found) / limit, 3), least, most))
+    for key, seconds in times.items():
+        median, least, most = (round(1000 * reduce(seconds), 3) for reduce in (statistics.median, min, max))
+        ratio = round(statistics.median(seconds) / baseline, 3)
+        timings.append(Timing(*key, step, length, median, ratio, least, most))
     return timings, left_out
 
 
-def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str], Way], list[str]]:
-    """One function per encoding and backend, called once already, and lines on what is left out."""
+def _timed_calls(setting: BenchSetting, training: bool, n: int) -> tuple[dict[tuple[str, str], TimedCall], list[str]]:
+    """Return a function per encoding and backend, each called once already, and lines on what is left out."""
     torch.manual_seed(0)
     device, batch, heads = setting.device, setting.batch, setting.heads
-    kind = {"device": device, "dtype": DTYPES[setting.dtype]}
-    q, k, v = (torch.randn(batch, heads, n, setting.width, **kind, requires_grad=training) for _ in range(3))
-    grad = torch.randn(q.shape, **kind)
-    inputs = torch.randn(batch, n, heads * setting.width, **kind)
+    tensor_options = {"device": device, "dtype": DTYPES[setting.dtype]}
+    q, k, v = (torch.randn(batch, heads, n, setting.width, **tensor_options, requires_grad=training) for _ in range(3))
+    grad = torch.randn(q.shape, **tensor_options)
+    inputs = torch.randn(batch, n, heads * setting.width, **tensor_options)
     positions = Positions.arange(n, device=device)
 
-    def way(encoding: Encoding | None, backend: Backend | None, parameters: list[Tensor]) -> None:
+    def call(encoding: Encoding | None, backend: Backend | None, parameters: list[Tensor]) -> None:
         with torch.set_grad_enabled(training):
             if encoding is None:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:
-                plan = plan_of(encoding, positions, None, backend)
-                out = carry_out(q, k, v, plan, 0.0, noted(inputs, plan))
+                plan = build_plan(encoding, positions, None, backend)
+                out = run_attention(q, k, v, plan, 0.0, compute_token_features(inputs, plan))
             if training:
                 torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
 
     free = free_memory(device)
     needed = DENSE_COPIES * 4 * batch * heads * n * n
-    found = {(LIMIT, "sdpa"): partial(way, None, None, [])}
-    found[LIMIT, "sdpa"]()
+    calls = {(BASELINE, "sdpa"): partial(call, None, None, [])}
+    calls[BASELINE, "sdpa"]()
     left_out = []
     for spec in setting.encodings:
         encoding = encodings.build(spec, heads, heads * setting.width, length=n).to(device)
@@ -150,19 +176,31 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
             if name == "reference" and needed > free:
                 left_out.append(f"left out, reference at {n} tokens: needs about {needed / 2**30:.0f} GiB of memory")
                 continue
-            tried = partial(way, encoding, BACKENDS[name], parameters)
-            why = refusal(tried, f"{name}{' in training' * training}", f"{name} at {n} tokens", f" for {spec}")
-            if why:
-                left_out.append(why)
+            candidate = partial(call, encoding, BACKENDS[name], parameters)
+            reason = failure_reason(
+                candidate, f"{name}{' in training' * training}", f"{name} at {n} tokens", f" for {spec}"
+            )
+            if reason:
+                left_out.append(reason)
             else:
-                found[spec, name] = tried
-    return found, left_out
+                calls[spec, name] = candidate
+    return calls, left_out
 
 
-def refusal(way: Way, name: str, short: str, of: str = "") -> str:
-    """Calls ``way`` once; a line on why it cannot be timed, nothing if it can. ``short``: its name where memory is."""
+def failure_reason(call: TimedCall, name: str, short: str, of: str = "") -> str:
+    """Call a function once.
+
+    Args:
+        call: the function.
+        name: its name in the message of a refusal.
+        short: its name in the message of an out-of-memory error.
+        of: end of that message.
+
+    Returns:
+        A line on why it cannot be timed, "" if it can.
+    """
     try:
-        way()
+        call()
     except (UserError, NotImplementedError) as error:
         return f"left out, {name}: {error}"
     except (RuntimeError, MemoryError) as error:
@@ -172,23 +210,32 @@ def refusal(way: Way, name: str, short: str, of: str = "") -> str:
     return ""
 
 
-def in_turns(ways: dict[Any, Way], repeats: int, device: str) -> dict[Any, list[float]]:
-    """Seconds of each, all of them once in every turn."""
+def time_interleaved(calls: dict[Any, TimedCall], repeats: int, device: str) -> dict[Any, list[float]]:
+    """Time functions in rounds of one call each, so that a change of the machine's load affects all of them.
+
+    Args:
+        calls: key -> function.
+        repeats: number of rounds.
+        device: cpu or cuda, which is synchronised before and after each call.
+
+    Returns:
+        key -> seconds of each call.
+    """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times: dict[Any, list[float]] = {key: [] for key in ways}
+    times: dict[Any, list[float]] = {key: [] for key in calls}
     for _ in range(repeats):
-        for key, way in ways.items():
-            if not times[key] or times[key][0] < SLOW:
+        for key, call in calls.items():
+            if not times[key] or times[key][0] < MAX_REPEATED_SECONDS:
                 wait()
                 start = time.perf_counter()
-                way()
+                call()
                 wait()
                 times[key].append(time.perf_counter() - start)
     return times
 
 
 def tables(timings: Sequence[Timing]) -> list[Table]:
-    """One per step: milliseconds without a bias, then ratios to it; each with the least and most of its runs."""
+    """Return a table per step: milliseconds without a bias, then ratios to it, with the fastest and slowest run."""
 
     def cell(timing: Timing | None, value: str) -> Cell:
         if timing is None:
@@ -197,14 +244,14 @@ def tables(timings: Sequence[Timing]) -> list[Table]:
         least, most = (middle * end / timing.milliseconds for end in (timing.least, timing.most))
         return Cell(f"{middle:.2f} ({least:.2f} to {most:.2f})", middle)
 
-    found = []
+    result = []
     for step in dict.fromkeys(t.step for t in timings):
         cells = {(t.encoding, t.backend, t.length): t for t in timings if t.step == step}
         lengths = list(dict.fromkeys(length for _, _, length in cells))
         rows = []
         for encoding, backend in dict.fromkeys(key[:2] for key in cells):
-            own = [cells.get((encoding, backend, length)) for length in lengths]
-            value, unit = ("milliseconds",) * 2 if encoding == LIMIT else ("ratio", backend)
-            rows.append(Row(f"{encoding}, {unit}", [cell(t, value) for t in own]))
-        found.append(Table("", [step, *map(str, lengths)], rows))
-    return found
+            row = [cells.get((encoding, backend, length)) for length in lengths]
+            value, unit = ("milliseconds",) * 2 if encoding == BASELINE else ("ratio", backend)
+            rows.append(TableRow(f"{encoding}, {unit}", [cell(t, value) for t in row]))
+        result.append(Table("", [step, *map(str, lengths)], rows))
+    return result

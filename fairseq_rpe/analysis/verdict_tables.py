@@ -1,4 +1,4 @@
-"""Verdicts and receptive fields of all heads of some encodings, as tables and curves."""
+"""Tables and curves of the convergence verdicts and theoretical receptive fields of all heads of some encodings."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,21 +11,21 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from fairseq_rpe.analysis.convergence import HeadVerdict, verdict, verdict_of_formula, weights_of_formula
-from fairseq_rpe.analysis.empirical_receptive_field import quantised
+from fairseq_rpe.analysis.convergence import HeadVerdict, formula_verdict, formula_weights, verdict
+from fairseq_rpe.analysis.empirical_receptive_field import quantised_curve
 from fairseq_rpe.encodings import Encoding
-from fairseq_rpe.utils.table import Cell, Row, Table
+from fairseq_rpe.utils.table import Cell, Table, TableRow
 
 EPSILONS = (Fraction(1, 2), Fraction(1, 10), Fraction(1, 100), Fraction(1, 1000))
-# six a decade, as decimals of two digits, so that each is an exact number
-GRID = tuple(Fraction(f"{10 ** (-k / 6):.2g}") for k in range(1, 19))
-DRAWN = 15  # common logarithm of the longest field in a figure
+# six per decade, as decimals with two digits, so that each is exact
+EPSILON_GRID = tuple(Fraction(f"{10 ** (-k / 6):.2g}") for k in range(1, 19))
+MAX_LOG10_DRAWN = 15  # common logarithm of the largest field in a figure
 _BOUNDS = ("trf", "trf_low", "trf_high")
-Source = str | Sequence[Encoding]  # a formula, or one encoding or one per layer
+Source = str | Sequence[Encoding]  # a formula, or a single encoding, or one encoding per layer
 
 
-class Place(NamedTuple):
-    """Layer from 0 and head from 1, where there are several."""
+class HeadIndex(NamedTuple):
+    """Number of a layer (from 0) and of a head (from 1); None where there is only one."""
 
     layer: int | None = None
     head: int | None = None
@@ -34,14 +34,17 @@ class Place(NamedTuple):
         return " ".join(f"{word} {n}" for word, n in zip(self._fields, self, strict=True) if n is not None)
 
 
-HeadRow = tuple[Place, HeadVerdict]
+HeadRow = tuple[HeadIndex, HeadVerdict]
 
 
 @dataclass(frozen=True)
-class Fields:
-    """Receptive fields of several heads against ε: ``curves`` (ε, TRF) to draw, heads that are alike drawn once.
+class FieldCurves:
+    """Theoretical receptive fields of several heads against ε.
 
-    ``without``: heads of which no finite sum is known; ``cut``: fields beyond 10^``DRAWN`` keys are not in the curves.
+    Attributes:
+        curves: (ε, TRF in keys) of each distinct head.
+        without: number of heads without a known finite sum.
+        cut: whether fields beyond 10^15 keys are missing from the curves.
     """
 
     curves: list[tuple[Tensor, Tensor]]
@@ -49,119 +52,134 @@ class Fields:
     cut: bool = False
 
 
-def judge(source: Source) -> list[HeadRow]:
-    """The verdict on every head."""
-    return list(_placed(source, verdict_of_formula, verdict))
+def head_verdicts(source: Source) -> list[HeadRow]:
+    """Return the verdict on every head of a formula or of encodings."""
+    return list(_per_head(source, formula_verdict, verdict))
 
 
-def weights(source: Source, keys: int) -> list[tuple[Place, Tensor]]:
-    """b_0 … b_(keys-1) of every head, in double precision."""
-    return list(_placed(source, lambda f: weights_of_formula(f, keys), lambda e: e.bias_profile(keys).exp().double()))
+def head_weights(source: Source, keys: int) -> list[tuple[HeadIndex, Tensor]]:
+    """Return the weights b_0 … b_(keys-1) of every head, float64."""
+    return list(_per_head(source, lambda f: formula_weights(f, keys), lambda e: e.bias_profile(keys).exp().double()))
 
 
-def _placed(
+def _per_head(
     source: Source, formula: Callable[[str], Any], heads: Callable[[Encoding], Iterable[Any]]
-) -> Iterable[tuple[Place, Any]]:
+) -> Iterable[tuple[HeadIndex, Any]]:
     if isinstance(source, str):
-        yield Place(), formula(source)
+        yield HeadIndex(), formula(source)
         return
     for layer, values in enumerate(list(map(heads, source))):
         for head, value in enumerate(values, start=1):
-            yield Place(layer if len(source) > 1 else None, head), value
+            yield HeadIndex(layer if len(source) > 1 else None, head), value
 
 
-def shown(value: Fraction) -> str:
-    """An ε as a user writes it."""
+def format_epsilon(value: Fraction) -> str:
+    """Format an ε as a decimal if that is exact, otherwise as a fraction."""
     return f"{float(value):g}" if Fraction(f"{float(value):g}") == value else str(value)
 
 
-def table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> str:
-    """One line per head, heads that share everything in one line; the reason is the last column."""
+def format_table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> str:
+    """Format verdicts as text: one line per head, consecutive heads with equal cells in one line, the reason last."""
     head, *lines = _lines(rows, epsilons)
     sides = ["left", "left", "right", *["right" for _ in epsilons], "left"]
     return f"{title}\n{tabulate([head, *lines], tablefmt='plain', colalign=sides, disable_numparse=True)}"
 
 
-def as_table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> Table:
-    """The same with ``title`` as its caption, for other renderings."""
+def verdict_table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> Table:
+    """Return the rows of :func:`format_table` as a table with ``title`` as its caption."""
     head, *lines = _lines(rows, epsilons)
-    return Table(title, head, [Row(name, [Cell(text) for text in cells]) for name, *cells in lines], words=True)
+    return Table(title, head, [TableRow(name, [Cell(text) for text in cells]) for name, *cells in lines], is_text=True)
 
 
 def _lines(rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> list[list[str]]:
-    """The head of the table and its lines."""
+    """Return the header of the table and its lines."""
 
     def cells(row: HeadRow) -> list[str]:
         head = row[1]
-        numbers = ["-" if (found := head.trf(e)) is None else str(found) for e in epsilons]
+        numbers = ["-" if (field := head.trf(e)) is None else str(field) for e in epsilons]
         return [head.decision, head.digits() or "-", *numbers, head.reason]
 
-    lines = [["", "Σ b_n", "B", *(f"TRF({shown(e)})" for e in epsilons), "reason"]]
+    lines = [["", "Σ b_n", "B", *(f"TRF({format_epsilon(e)})" for e in epsilons), "reason"]]
     for shared, group in itertools.groupby(rows, cells):
-        places = [place for place, _ in group]
-        lines.append([_span(places[0], places[-1]), *shared])
+        indices = [index for index, _ in group]
+        lines.append([_span(indices[0], indices[-1]), *shared])
     return lines
 
 
-def _span(first: Place, last: Place) -> str:
-    """``head 1-8``, ``layer 0 head 3 - layer 1 head 2``."""
+def _span(first: HeadIndex, last: HeadIndex) -> str:
+    """Format a range of heads, as in ``head 1-8`` or ``layer 0 head 3 - layer 1 head 2``."""
     if first == last:
         return str(first)
     return f"{first}-{last.head}" if first.layer == last.layer else f"{first} - {last}"
 
 
 def verdict_cells(sources: Mapping[str, Sequence[HeadRow]], epsilons: Sequence[Fraction]) -> list[list[Any]]:
-    """A row per source, layer, head and ε below their names, with certified brackets."""
+    """Return a header and a row per source, layer, head and ε, with proven bounds, for a CSV file."""
     limits = ["limit", "limit_low", "limit_high"]
-    cells: list[list[Any]] = [["source", *Place._fields, "verdict", *limits, "epsilon", *_BOUNDS, "reason"]]
+    cells: list[list[Any]] = [["source", *HeadIndex._fields, "verdict", *limits, "epsilon", *_BOUNDS, "reason"]]
     for title, rows in sources.items():
-        for place, head in rows:
-            start = [title, *place, head.decision, head.digits(), *_outwards(head)]
-            cells += [[*start, shown(e), *_bounds(head, e), head.reason] for e in epsilons]
+        for index, head in rows:
+            start = [title, *index, head.decision, head.digits(), *_outwards(head)]
+            cells += [[*start, format_epsilon(e), *_bounds(head, e), head.reason] for e in epsilons]
     return cells
 
 
 def field_cells(sources: Mapping[str, Sequence[HeadRow]]) -> list[list[Any]]:
-    """A row per source, layer, head that has receptive fields, and ε of ``GRID``."""
-    found = [(title, place, head) for title, rows in sources.items() for place, head in rows if head.total is not None]
-    cells = ([title, *place, shown(e), *_bounds(head, e)] for title, place, head in found for e in GRID)
-    return [["source", *Place._fields, "epsilon", *_BOUNDS], *cells]
+    """Return a header and a row per source, layer, head with receptive fields and ε of ``EPSILON_GRID``."""
+    cells: list[list[Any]] = [["source", *HeadIndex._fields, "epsilon", *_BOUNDS]]
+    for title, rows in sources.items():
+        for index, head in rows:
+            if head.total is not None:
+                cells += [[title, *index, format_epsilon(e), *_bounds(head, e)] for e in EPSILON_GRID]
+    return cells
 
 
-def fields(rows: Sequence[HeadRow]) -> Fields:
-    """TRF as Eq. 22 defines it at each ε of ``GRID``; a bracket is drawn at its lower end."""
+def field_curves(rows: Sequence[HeadRow]) -> FieldCurves:
+    """Return the curves of the receptive fields (Eq. 22) at each ε of ``EPSILON_GRID``, at their lower bounds."""
     summed = [head for _, head in rows if head.total is not None]
-    found = dict.fromkeys(tuple(head.trf(e).logarithms[0] for e in GRID) for head in summed)
-    curves = [[(float(e), 10**y) for e, y in zip(GRID, ys, strict=True) if y <= DRAWN] for ys in found]
+    distinct = dict.fromkeys(tuple(head.trf(e).logarithms[0] for e in EPSILON_GRID) for head in summed)
+    curves = [
+        [(float(e), 10**y) for e, y in zip(EPSILON_GRID, ys, strict=True) if y <= MAX_LOG10_DRAWN] for ys in distinct
+    ]
     drawn = [tuple(torch.tensor(curve, dtype=torch.float64).T) for curve in curves if curve]
-    return Fields(drawn, len(rows) - len(summed), any(ys[-1] > DRAWN for ys in found))
+    return FieldCurves(drawn, len(rows) - len(summed), any(ys[-1] > MAX_LOG10_DRAWN for ys in distinct))
 
 
-def cut_off(sources: Mapping[str, Source], keys: int) -> tuple[list[list[Any]], dict[str, list[tuple[Tensor, Tensor]]]]:
-    """Rows and curves of the appendix's quantised field, which every sum has: it ends after ``keys`` distances."""
-    rows: list[list[Any]] = [["source", *Place._fields, "epsilon", "index", "trf"]]
+def quantised_field(
+    sources: Mapping[str, Source], keys: int
+) -> tuple[list[list[Any]], dict[str, list[tuple[Tensor, Tensor]]]]:
+    """Return the quantised field of the paper's appendix, which exists for every bias.
+
+    Args:
+        sources: title -> formula or encodings.
+        keys: number of distances after which the sums end.
+
+    Returns:
+        A header with rows for a CSV file, and by title the distinct curves (ε, TRF / keys).
+    """
+    rows: list[list[Any]] = [["source", *HeadIndex._fields, "epsilon", "index", "trf"]]
     curves = {}
     for title, source in sources.items():
         seen = {}
-        for place, values in weights(source, keys):
-            epsilons, part = quantised(values)
-            pairs = list(zip(epsilons.tolist(), part.tolist(), strict=True))
-            rows += [[title, *place, f"{e:.6g}", round(y * keys), y] for e, y in pairs]
-            seen[tuple(pairs)] = epsilons, part
+        for index, values in head_weights(source, keys):
+            epsilons, field = quantised_curve(values)
+            pairs = list(zip(epsilons.tolist(), field.tolist(), strict=True))
+            rows += [[title, *index, f"{e:.6g}", round(y * keys), y] for e, y in pairs]
+            seen[tuple(pairs)] = epsilons, field
         curves[title] = list(seen.values())
     return rows, curves
 
 
 def _bounds(head: HeadVerdict, epsilon: Fraction) -> tuple[Any, ...]:
-    """TRF in words, and whole numbers that it lies between where it has any."""
-    found = head.trf(epsilon)
-    return (None,) * 3 if found is None else (str(found), found.low, found.high)
+    """Return the field as text and its whole-number bounds, None where there are none."""
+    field = head.trf(epsilon)
+    return (None,) * 3 if field is None else (str(field), field.low, field.high)
 
 
 def _outwards(head: HeadVerdict) -> list[str]:
-    """The bracket with 24 digits, rounded outwards."""
+    """Return the bounds on B with 24 digits, rounded outwards."""
     if head.limit is None:
         return ["", ""]
     with mpmath.workprec(200):
-        ends = (end * (1 + sign * mpmath.mpf(10) ** -23) for end, sign in zip(head.limit, (-1, 1), strict=True))
-        return [mpmath.nstr(end, 24) for end in ends]
+        limits = (end * (1 + sign * mpmath.mpf(10) ** -23) for end, sign in zip(head.limit, (-1, 1), strict=True))
+        return [mpmath.nstr(end, 24) for end in limits]

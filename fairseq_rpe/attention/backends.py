@@ -1,4 +1,4 @@
-"""Backends by name, what each of them declares, and the choice among them by what is at hand."""
+"""Attention backends by name, their capabilities, and the automatic choice among them."""
 
 import functools
 import logging
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairseq_rpe.attention.calibration import Calibrator
+from fairseq_rpe.attention.autotune import Autotuner
 from fairseq_rpe.attention.flex import NO_BACKWARD, flex
-from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.attention.reference import reference
 from fairseq_rpe.attention.sdpa import sdpa
-from fairseq_rpe.attention.triton import triton, unavailable
+from fairseq_rpe.attention.triton import triton, unavailable_reason
 from fairseq_rpe.core.arguments import check_text
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.core.spec import did_you_mean
 from fairseq_rpe.encodings import Encoding
 
 logger = logging.getLogger(__name__)
@@ -24,55 +24,73 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """A function of (q, k, v, plan, dropout) that computes attention, called as itself, and what it can do.
+    """A function of (q, k, v, plan, dropout) that computes attention, with its capabilities.
 
     Attributes:
         attend: the function.
-        prunes: takes plans that ask for pruning.
-        sees_scores: has all scores and weights of a query, for an encoding's ``transform_scores`` and ``reading``.
-        sees_content: adds biases that depend on the tokens, of an encoding's ``scores``.
+        supports_pruning: whether it accepts plans with pruning.
+        supports_all_scores: whether it has all scores and weights of a query, which an encoding's ``transform_scores``
+            and ``relative_values`` need.
+        supports_content_bias: whether it adds an encoding's ``content_bias``.
     """
 
     attend: Callable[..., Tensor]
-    prunes: bool = False
-    sees_scores: bool = False
-    sees_content: bool = False
+    supports_pruning: bool = False
+    supports_all_scores: bool = False
+    supports_content_bias: bool = False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
-        """q: (B, H, n, D), k, v: (B, H, m, D) -> (B, H, n, D)."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
+        """Compute attention.
+
+        Args:
+            q: (B, H, n, D); the queries are the last n of the m tokens.
+            k: (B, H, m, D).
+            v: (B, H, m, D).
+            plan: of the call.
+            dropout: probability of dropping an attention weight.
+
+        Returns:
+            (B, H, n, D) in q's dtype.
+        """
         return self.attend(q, k, v, plan, dropout)
 
 
 BACKENDS = {
-    "reference": Backend(reference, sees_scores=True, sees_content=True),
-    "sdpa": Backend(sdpa, prunes=True, sees_scores=True, sees_content=True),
-    "flex": Backend(flex, sees_content=True),
-    "triton": Backend(triton, prunes=True),
+    "reference": Backend(reference, supports_all_scores=True, supports_content_bias=True),
+    "sdpa": Backend(sdpa, supports_pruning=True, supports_all_scores=True, supports_content_bias=True),
+    "flex": Backend(flex, supports_content_bias=True),
+    "triton": Backend(triton, supports_pruning=True),
 }
 
 
-def choose(name: str, encodings: Iterable[Encoding] = ()) -> Backend:
-    """The backend called ``name``; ``auto`` decides at each call and says which at the first.
+def choose_backend(name: str, encodings: Iterable[Encoding] = ()) -> Backend:
+    """Return the backend called ``name``; ``auto`` decides at each call and logs its first decision.
 
     Args:
         name: auto or one of ``BACKENDS``.
         encodings: of the model.
 
     Raises:
-        UserError: no such backend, or one that cannot serve an encoding. What depends on tensors (device, dtype, head
-            width, positions, dropout) a named backend refuses when it is called; none falls back to another.
+        UserError: there is no such backend, or it does not support an encoding. Unsupported tensors (device, dtype,
+            head width, positions, dropout) are refused when a named backend is called; none falls back to another.
     """
     check_text("an attention backend", name, "auto")
-    known = {"auto": auto, **BACKENDS}
-    if name not in known:
-        raise UserError(f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: {', '.join(known)}")
+    backends = {"auto": auto, **BACKENDS}
+    if name not in backends:
+        raise UserError(
+            f"unknown attention backend '{name}'{did_you_mean(name, BACKENDS)}; known: {', '.join(backends)}"
+        )
     for encoding in encodings:
-        what = type(encoding).__name__
-        if encoding.needs_all_scores and not known[name].sees_scores:
-            raise UserError(f"{what} needs all scores of a query, which backend '{name}' never holds: {REMEDY}")
-        if encoding.has_content_bias and not known[name].sees_content:
-            raise UserError(f"{what} adds a bias that depends on the tokens, and backend '{name}' has none: {REMEDY}")
-    return known[name]
+        encoding_name = type(encoding).__name__
+        if encoding.needs_all_scores and not backends[name].supports_all_scores:
+            raise UserError(
+                f"{encoding_name} needs all scores of a query, which backend '{name}' never holds: {REMEDY}"
+            )
+        if encoding.has_content_bias and not backends[name].supports_content_bias:
+            raise UserError(
+                f"{encoding_name} adds a bias that depends on the tokens, and backend '{name}' has none: {REMEDY}"
+            )
+    return backends[name]
 
 
 def check_training(name: str, device: str) -> None:
@@ -87,34 +105,34 @@ def check_training(name: str, device: str) -> None:
     """
     reason = NO_BACKWARD if name == "flex" and device == "cpu" else None
     if name == "triton":
-        reason = unavailable(on_gpu=device == "cuda")
+        reason = unavailable_reason(on_gpu=device == "cuda")
     if reason:
         raise UserError(f"--attention-backend {name}: {reason}")
 
 
 REMEDY = "use 'sdpa' or 'auto'"
-PLAIN = "sdpa"  # what is taken where nothing is measured: it takes any plan
-# on a GPU; the order is that of deterministic mode, in which flex adds up gradients of a table in no fixed order
-calibrator = Calibrator({name: BACKENDS[name] for name in ("triton", "sdpa", "flex")})
+FALLBACK = "sdpa"  # used where nothing is measured: it supports any plan
+# in the order of preference of deterministic mode; flex is last, as it adds up gradients of a table in no fixed order
+autotuner = Autotuner({name: BACKENDS[name] for name in ("triton", "sdpa", "flex")})
 
 
-def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
-    name = calibrator.choice(q, k, v, plan, dropout)
+def _attend_with_best(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+    name = autotuner.choose(q, k, v, plan, dropout)
     if name is None:
-        _say(PLAIN)
-    elif name != PLAIN:
+        _log_backend(FALLBACK)
+    elif name != FALLBACK:
         try:
             return BACKENDS[name](q, k, v, plan, dropout)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            calibrator.drop(name, error, q, k, v, plan, dropout)
-    return BACKENDS[PLAIN](q, k, v, plan, dropout)
+            autotuner.drop_candidate(name, error, q, k, v, plan, dropout)
+    return BACKENDS[FALLBACK](q, k, v, plan, dropout)
 
 
-auto = Backend(_picked, prunes=True, sees_scores=True, sees_content=True)
+auto = Backend(_attend_with_best, supports_pruning=True, supports_all_scores=True, supports_content_bias=True)
 
 
 @functools.lru_cache
-def _say(name: str) -> None:
+def _log_backend(name: str) -> None:
     logger.info("attention backend: %s", name)

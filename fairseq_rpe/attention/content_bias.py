@@ -1,8 +1,8 @@
-"""Attention whose bias depends on the tokens, for blocks of queries: O(block·n) memory, forward and backward.
+"""Attention with a content-dependent bias in blocks of queries: O(block·n) memory, forward and backward.
 
-Each block is computed by plain torch operations, once in the forward pass and again, with gradients, in the backward
-pass. Its gradients are added to those of the whole in place: what autograd itself would do with slices of keys, a
-tensor of zeros for each block, takes longer than the attention.
+Plain torch operations compute each block once in the forward pass, and again with gradients in the backward pass. The
+gradients of a block are added in place to those of the whole tensors: what autograd does with slices of keys, a tensor
+of zeros for each block, takes longer than the attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,46 +12,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_rpe.attention.double_backward import differentiable
+from fairseq_rpe.attention.double_backward import differentiable_gradients
 from fairseq_rpe.attention.dropout import ROWS, keep_block
-from fairseq_rpe.attention.plan import Plan
-from fairseq_rpe.core.bias import leaves, rebuilt
+from fairseq_rpe.attention.plan import AttentionPlan
+from fairseq_rpe.core.bias import Bias
 
-Attend = Callable[[Tensor, Tensor, Tensor, Plan, Tensor | None], Tensor]
-# scores of a block: a few such matrices fit a CPU's cache; elsewhere small pieces of work are the dearer
-ELEMENTS, DEVICE_ELEMENTS, FEWEST = 1 << 20, 1 << 26, 16
-TALLEST = 256  # queries of a block with fewer than all heads
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionPlan, Tensor | None], Tensor]
+ELEMENTS = 1 << 20  # scores of a block on a CPU, whose cache holds a few such matrices
+DEVICE_ELEMENTS = 1 << 26  # scores of a block elsewhere, where small operations are expensive
+MIN_ROWS = 16  # queries of a block
+MAX_ROWS = 256  # queries of a block with fewer than all heads
 
 
-def in_rows(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float, seed: int, attend: Attend) -> Tensor:
-    """q (B, H, n, D), k, v (B, H, m, D) -> (B, H, n, D), by ``attend`` of some queries and the keys up to the last."""
+def attend_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, seed: int, attend: Attend
+) -> Tensor:
+    """Compute attention block by block.
+
+    Args:
+        q: (B, H, n, D); the queries are the last n of the m tokens.
+        k: (B, H, m, D).
+        v: (B, H, m, D).
+        plan: of the call.
+        dropout: probability of dropping an attention weight.
+        seed: of the dropout mask.
+        attend: function of (q, k, v, plan, keep) that computes a block: some queries and the keys up to the last.
+
+    Returns:
+        (B, H, n, D).
+    """
     batch, heads, n, _ = q.shape
     most = ELEMENTS if q.device.type == "cpu" else DEVICE_ELEMENTS
-    each = most // (batch * k.shape[2])  # rows of one head
-    rows = (
-        each // heads if plan.transform_scores is not None else max(each // heads, min(each, TALLEST))
-    )  # which may mix heads
-    rows = max(ROWS, rows // ROWS * ROWS) if dropout > 0 else max(FEWEST, rows)
-    # drawing dropout for all heads is drawing it once
-    some = heads if plan.transform_scores is not None or dropout > 0 else max(1, min(heads, each // min(rows, n)))
-    if rows >= n and some >= heads:  # one block, which may be kept
+    head_rows = most // (batch * k.shape[2])  # rows of one head that fit
+    # a transform of scores may mix heads, so its blocks have all of them
+    mixes_heads = plan.transform_scores is not None
+    rows = head_rows // heads if mixes_heads else max(head_rows // heads, min(head_rows, MAX_ROWS))
+    rows = max(ROWS, rows // ROWS * ROWS) if dropout > 0 else max(MIN_ROWS, rows)
+    # a dropout mask is always drawn for all heads
+    block_heads = heads if mixes_heads or dropout > 0 else max(1, min(heads, head_rows // min(rows, n)))
+    if rows >= n and block_heads >= heads:  # one block, whose graph may stay in memory
         shape = batch, heads, n, k.shape[2]
         return attend(q, k, v, plan, keep_block(seed, 0, n, shape, dropout, q.device) if dropout > 0 else None)
-    found = leaves(plan.form)
-    assert found is not None
-    reading = [] if plan.reading is None else [(plan.reading.vectors, "table")]
-    tensors = [(q, "rows"), (k, "keys"), (v, "keys"), *found, *reading, *((x, "") for x in plan.learned)]
+    bias_leaves = _bias_leaves(plan.bias)
+    value_leaves = [] if plan.relative_values is None else [(plan.relative_values.vectors, "table")]
+    parameters = ((x, "") for x in plan.transform_parameters)
+    tensors = [(q, "rows"), (k, "keys"), (v, "keys"), *bias_leaves, *value_leaves, *parameters]
     kinds = tuple(kind for _, kind in tensors)
-    blocks = _Blocks(plan, kinds, (rows, some), (batch, heads, n, k.shape[2]), dropout, seed, attend)
-    return Rows.apply(blocks, *(x for x, _ in tensors))
+    blocks = _Blocks(plan, kinds, (rows, block_heads), (batch, heads, n, k.shape[2]), dropout, seed, attend)
+    out: Tensor = BlockwiseAttention.apply(blocks, *(x for x, _ in tensors))
+    return out
+
+
+def _bias_leaves(bias: Bias | None) -> list[tuple[Tensor, str]]:
+    """Return the tensors of a bias with their kinds; the bias is no function of positions."""
+    leaves = [] if bias is None else bias.tree_flatten()
+    assert leaves is not None
+    return leaves
 
 
 class _Blocks:
-    """How to compute each block: everything but the tensors that gradients are wanted of."""
+    """How to compute each block: everything but the tensors that need gradients.
+
+    Args:
+        plan: of the call.
+        kinds: of each tensor: "rows" (B, H, n, …), "keys" (B, H, m, …), "table" (H or 1, …), or "" for a parameter.
+        size: rows and heads of a block.
+        shape: B, H, n, m.
+        dropout: probability of dropping an attention weight.
+        seed: of the dropout mask.
+        attend: function that computes a block.
+    """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AttentionPlan,
         kinds: tuple[str, ...],
         size: tuple[int, int],
         shape: tuple[int, int, int, int],
@@ -59,94 +93,109 @@ class _Blocks:
         seed: int,
         attend: Attend,
     ) -> None:
-        known = leaves(plan.form)
-        assert known is not None
-        # without its tensors, which may hold a graph
-        form = rebuilt(plan.form, iter([x.new_empty(0) for x, _ in known]))
-        reading = None if plan.reading is None else replace(plan.reading, vectors=plan.reading.vectors.new_empty(0))
-        self.plan = replace(plan, form=form, reading=reading)
+        # empty tensors in place of the leaves, which may keep a graph alive
+        placeholders = iter([x.new_empty(0) for x, _ in _bias_leaves(plan.bias)])
+        bias = None if plan.bias is None else plan.bias.tree_unflatten(placeholders)
+        values = plan.relative_values
+        values = None if values is None else replace(values, vectors=values.vectors.new_empty(0))
+        self.plan = replace(plan, bias=bias, relative_values=values)
         self.kinds, self.size, self.shape = kinds, size, shape
         self.dropout, self.seed, self.attend = dropout, seed, attend
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and heads."""
-        (rows, some), (_, heads, n, _) = self.size, self.shape
-        for start in range(0, n, rows):
-            for head in range(0, heads, some):
-                yield slice(start, min(start + rows, n)), slice(head, min(head + some, heads))
+        """Yield the rows and the heads of each block."""
+        (block_rows, block_heads), (_, heads, n, _) = self.size, self.shape
+        for start in range(0, n, block_rows):
+            for head in range(0, heads, block_heads):
+                yield slice(start, min(start + block_rows, n)), slice(head, min(head + block_heads, heads))
 
     def slices(self, tensors: tuple[Tensor, ...], rows: slice, heads: slice) -> list[Tensor]:
-        """What a block sees of tensors."""
+        """Return the slice of each tensor that a block reads."""
         _, _, n, m = self.shape
-        cut = {"rows": rows, "keys": slice(m - n + rows.stop)}
-        found = []
+        token_slices = {"rows": rows, "keys": slice(m - n + rows.stop)}
+        sliced = []
         for x, kind in zip(tensors, self.kinds, strict=True):
-            if kind in cut:
-                x = x[:, heads, cut[kind]]
-            elif kind == "table" and len(x) > 1:  # of one, all heads share it
+            if kind in token_slices:
+                x = x[:, heads, token_slices[kind]]
+            elif kind == "table" and len(x) > 1:  # a table of length 1 is shared by all heads
                 x = x[heads]
-            found.append(x)
-        return found
+            sliced.append(x)
+        return sliced
 
-    def __call__(self, parts: list[Tensor], rows: slice, heads: slice) -> Tensor:
-        q, k, v, *others = parts
-        left = iter(others)
-        form = rebuilt(self.plan.form, left)
-        reading = None if self.plan.reading is None else replace(self.plan.reading, vectors=next(left))
-        plan = replace(replace(self.plan, form=None).part(rows.start, rows.stop), form=form, reading=reading)
+    def __call__(self, tensors: list[Tensor], rows: slice, heads: slice) -> Tensor:
+        """Compute a block (B, h, R, D) from the slices of its tensors."""
+        q, k, v, *others = tensors
+        remaining = iter(others)
+        bias = None if self.plan.bias is None else self.plan.bias.tree_unflatten(remaining)
+        values = self.plan.relative_values
+        values = None if values is None else replace(values, vectors=next(remaining))
+        plan = replace(self.plan, bias=None).slice_queries(rows.start, rows.stop)
+        plan = replace(plan, bias=bias, relative_values=values)
         keep = None
         if self.dropout > 0:
             keep = keep_block(self.seed, rows.start, rows.stop, self.shape, self.dropout, q.device)[:, heads]
         return self.attend(q, k, v, plan, keep)
 
 
-class Rows(torch.autograd.Function):
-    """All blocks of queries. Second derivatives are computed in one block, in O(n²) memory."""
+class BlockwiseAttention(torch.autograd.Function):
+    """Attention of all blocks. Second derivatives are computed in one block, in O(n²) memory."""
 
     @staticmethod
     def forward(ctx: Any, blocks: _Blocks, *tensors: Tensor) -> Tensor:
+        """Compute the output and save what the backward pass needs."""
         out = torch.empty_like(tensors[0])
         for rows, heads in blocks:
             out[:, heads, rows] = blocks(blocks.slices(tensors, rows, heads), rows, heads)
-        # not the parameters: what comes back from there may be copies, and ``transform_scores`` has the
-        # parameters themselves
-        ctx.save_for_backward(*tensors[: len(tensors) - len(blocks.plan.learned)])
+        # parameters are not saved: saved tensors may come back as copies, and ``transform_scores`` uses the originals
+        ctx.save_for_backward(*tensors[: len(tensors) - len(blocks.plan.transform_parameters)])
         ctx.blocks = blocks
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        blocks, needs = ctx.blocks, ctx.needs_input_grad[1:]
+        """Return the gradients of the inputs, differentiable if a graph of the backward pass is recorded."""
+        blocks: _Blocks = ctx.blocks
+        needs = ctx.needs_input_grad[1:]
+        parameters = blocks.plan.transform_parameters
         _, heads, n, _ = blocks.shape
 
         def formula(*tensors: Tensor) -> Tensor:
-            out: Tensor = blocks([*tensors, *blocks.plan.learned], slice(0, n), slice(0, heads))
-            return out
+            return blocks([*tensors, *parameters], slice(0, n), slice(0, heads))
 
         saved = tuple(ctx.saved_tensors)  # may be unpacked only once, under activation checkpointing
-        learned = blocks.plan.learned
-        return None, *differentiable(lambda: Rows.gradients(ctx, grad, saved), formula, grad, saved, needs, learned)
+
+        def compute() -> tuple[Tensor | None, ...]:
+            return BlockwiseAttention.gradients(ctx, grad, saved)
+
+        return None, *differentiable_gradients(compute, formula, grad, saved, needs, parameters)
 
     @staticmethod
     def gradients(ctx: Any, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """Of all tensors, those that the forward pass has ``saved``, and of the parameters, block by block."""
-        blocks, wanted = ctx.blocks, ctx.needs_input_grad[1:]
-        tensors = *saved, *blocks.plan.learned
-        own = len(tensors) - len(blocks.plan.learned)
-        sums = [
+        """Return the gradients of the saved tensors and of the parameters, computed block by block.
+
+        Args:
+            ctx: of the forward pass.
+            grad: (B, H, n, D), gradient of the output.
+            saved: tensors that the forward pass saved.
+        """
+        blocks: _Blocks = ctx.blocks
+        needs = ctx.needs_input_grad[1:]
+        parameters = blocks.plan.transform_parameters
+        tensors = *saved, *parameters
+        grad_sums = [
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if need else x
-            for x, need in zip(tensors, wanted, strict=True)
+            for x, need in zip(tensors, needs, strict=True)
         ]
         for rows, heads in blocks:
-            cut = blocks.slices(tensors, rows, heads)
-            parts = [x.detach().requires_grad_(need) for x, need in zip(cut[:own], wanted, strict=False)]
-            parts += blocks.plan.learned
+            sliced = blocks.slices(tensors, rows, heads)[: len(saved)]
+            inputs = [x.detach().requires_grad_(need) for x, need in zip(sliced, needs, strict=False)]
+            inputs += parameters
             with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-                out = blocks(parts, rows, heads)
-            asked = [x for x, need in zip(parts, wanted, strict=True) if need]
-            found = iter(torch.autograd.grad(out, asked, grad[:, heads, rows], allow_unused=True))
-            for total, need in zip(blocks.slices(tuple(sums), rows, heads), wanted, strict=True):
-                if need and (one := next(found)) is not None:
-                    total += one
-        each = zip(sums, tensors, wanted, strict=True)
-        return tuple(total.to(x.dtype) if need else None for total, x, need in each)
+                out = blocks(inputs, rows, heads)
+            differentiated = [x for x, need in zip(inputs, needs, strict=True) if need]
+            grads = iter(torch.autograd.grad(out, differentiated, grad[:, heads, rows], allow_unused=True))
+            for grad_sum, need in zip(blocks.slices(tuple(grad_sums), rows, heads), needs, strict=True):
+                if need and (block_grad := next(grads)) is not None:
+                    grad_sum += block_grad
+        triples = zip(grad_sums, tensors, needs, strict=True)
+        return tuple(grad_sum.to(x.dtype) if need else None for grad_sum, x, need in triples)

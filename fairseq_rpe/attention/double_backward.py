@@ -1,7 +1,8 @@
-"""Second derivatives of operations whose backward pass autograd cannot see into: kernels, and sums taken in place.
+"""Second derivatives of operations with an opaque backward pass: kernels, and sums taken in place.
 
-Autograd would take what such a backward pass returns for constants. With ``create_graph=True`` the backward pass is
-therefore an operation of its own, :func:`differentiable`, whose derivative is that of a formula in plain torch.
+Autograd would treat the gradients that such a backward pass returns as constants. With ``create_graph=True`` the
+backward pass is therefore an operation of its own, :func:`differentiable_gradients`, whose derivative is that of a
+formula in plain torch. :func:`fused_attention` is torch's CPU kernel with second derivatives.
 """
 
 from collections.abc import Callable
@@ -9,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fairseq_rpe.core.errors import UserError
 
 Gradients = tuple[Tensor | None, ...]
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def differentiable(
+def differentiable_gradients(
     compute: Callable[[], Gradients],
     formula: Callable[..., Tensor],
     grad: Tensor,
@@ -23,9 +27,9 @@ def differentiable(
     needs: tuple[bool, ...],
     parameters: tuple[Tensor, ...] = (),
 ) -> Gradients:
-    """The gradients that a custom backward pass returns, differentiable where a graph of that pass is recorded.
+    """Return the gradients of a custom backward pass, differentiable where a graph of that pass is recorded.
 
-    Only a second derivative evaluates ``formula``, so memory for its intermediate results is taken there alone.
+    Only a second derivative evaluates ``formula`` and allocates its intermediate results.
 
     Args:
         compute: computes the gradients of ``tensors`` and then of ``parameters``, None where none is needed.
@@ -71,6 +75,7 @@ class _Gradients(torch.autograd.Function):
             raise UserError(
                 "third derivatives are available from plain torch operations only: attend with backend='reference'"
             )
+        # differentiate the formula's gradients (first) along the incoming cotangents, on a graph of detached copies
         grad, *tensors = (x.detach() for x in ctx.saved_tensors)
         inputs = [*tensors, *ctx.parameters]
         grad.requires_grad_()
@@ -90,12 +95,12 @@ class _Gradients(torch.autograd.Function):
         if pairs:
             outputs, seeds = zip(*pairs, strict=True)
             second = list(torch.autograd.grad(outputs, [grad, *leaves], seeds, allow_unused=True))
-        of_inputs = iter(second[1:])
-        return None, None, None, None, second[0], *(next(of_inputs) if need else None for need in ctx.needs)
+        input_grads = iter(second[1:])
+        return None, None, None, None, second[0], *(next(input_grads) if need else None for need in ctx.needs)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None = None) -> Tensor:
-    """softmax(q·kᵀ/sqrt(D) + bias) v as plain torch operations; O(n·m) memory.
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None = None) -> Tensor:
+    """Compute softmax(q·kᵀ/sqrt(D) + bias) v by plain torch operations, in O(n·m) memory.
 
     Args:
         q: (B, H, n, D).
@@ -114,7 +119,67 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor
     return torch.matmul(weights, v.to(wide)).to(v.dtype)
 
 
-def future(n: int, m: int, like: Tensor) -> Tensor:
-    """(n, m) of 0 and, where key j is behind query i of the last n of m tokens, -inf; float32 or better."""
+def causal_bias(n: int, m: int, like: Tensor) -> Tensor:
+    """Return the causal mask (n, m) of the last n of m tokens: 0, and -inf in the future, in float32 or better."""
     wide = torch.promote_types(like.dtype, torch.float32)
     return torch.full((n, m), float("-inf"), dtype=wide, device=like.device).triu(m - n + 1)
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return x with a last dimension of stride 1; torch's CPU kernel silently misreads other strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Compute attention by torch's kernel, with second derivatives on a CPU.
+
+    On other devices, in compiled code and in function transforms (``torch.func``) it is torch's own operation, which
+    raises an error at a second derivative where its kernel has none.
+
+    Args:
+        q: (B, H, n, D).
+        k: (B, H, m, D).
+        v: (B, H, m, D).
+        mask: (B or 1, H or 1, n, m) added to the scores, or None.
+        causal: whether key j is hidden from query i for j > i; n = m, without a mask.
+
+    Returns:
+        (B, H, n, D) in q's dtype.
+    """
+    inputs = (q, k, v) if mask is None else (q, k, v, mask)
+    needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    plain = not needs_graph or q.device.type != "cpu" or (mask is not None and mask.requires_grad)
+    if plain or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    out: Tensor = FlashAttention.apply(contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), mask, causal)
+    return out
+
+
+class FlashAttention(torch.autograd.Function):
+    """torch's CPU kernel with the second derivatives that it lacks; the mask has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """Compute the output and save what the backward pass needs."""
+        out, lse = flash_attention(q, k, v, 0.0, causal, attn_mask=mask)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs, differentiable if a graph of the backward pass is recorded."""
+        q, k, v, out, lse, mask = ctx.saved_tensors
+        causal = ctx.causal
+
+        def compute() -> tuple[Tensor | None, ...]:
+            return tuple(
+                flash_attention_backward(contiguous_rows(grad), q, k, v, out, lse, 0.0, causal, attn_mask=mask)
+            )
+
+        def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            bias = causal_bias(q.shape[2], k.shape[2], q) if causal else mask
+            return dense_attention(q, k, v, bias)
+
+        needs = ctx.needs_input_grad[:3]
+        return *differentiable_gradients(compute, formula, grad, (q, k, v), needs), None, None

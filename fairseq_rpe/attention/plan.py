@@ -1,6 +1,6 @@
-"""What attention has to know beside q, k and v, and which of a table's columns belong to which tokens."""
+"""What one attention call needs besides q, k and v; tensors are computed once for all layers that share it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -10,108 +10,117 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.attention.key_ranges import Nearby, nearby
-from fairseq_rpe.core.bias import Bias, ContentBias, Positions, RelativeValues, ToeplitzBias, block, part
+from fairseq_rpe.core.bias import Bias, ContentBias, DenseBias, PointwiseBias, RelativeValues, ToeplitzBias
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
+
+QUERY_BLOCK = 256  # queries of a block of key ranges, a multiple of dropout.ROWS
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One layer's attention, as opaque cargo from the decoder to the attention module.
+class AttentionPlan:
+    """The description of one layer's attention call; fields that are hooks have the names of ``Encoding``'s.
 
     Attributes:
         positions: of the n queries and m keys.
-        form: additive bias or None.
-        padding: (B, m) bool, True at keys that nobody may see; None where causality already hides them.
-        remap: function of (scores, queries, positions), or None: see ``Encoding.remap``.
-        rotate: function of (x, at, positions, key=bool) for queries and keys, or None.
-        backend: the function that computes attention.
-        query_limit: function of (positions, dtype): how many queries ``rotate`` serves in one call; None: any number.
-        prune: the part of a query's attention that may be left out, see ``attention/prune.py``; 0: exact.
-        turned: keys have been through ``rotate`` already, queries have not.
-        scores: function of (q, k, positions, notes) that gives the bias that depends on them, or None.
-        note: what ``scores`` has to know of each token, of a layer's input, or None: see ``Encoding.note``.
-        reading: what queries read beside the values, or None.
-        learned: parameters that ``transform_scores`` uses.
-        value: function of (values, positions), or None; a cache holds values as they are before it.
-        regions: where pairs are turned otherwise than others, or None; the backend then turns queries and keys.
-        last_query: (B, m) int64, the index of the last query that may see each key, where documents share a row; None:
-            the row's last. Indices count the row's tokens, and queries are the last n of them.
+        bias: additive bias, or None.
+        padding: (B, m) bool, True at keys that nobody may see; None if causality already hides them.
+        transform_scores: function of (scores, queries, positions), or None.
+        rotate: function of (x, positions of x, positions, key=bool) for queries and keys, or None.
+        backend: function that computes attention.
+        max_queries_per_call: function of (positions, dtype), how many queries ``rotate`` accepts in one call; None: any
+            number.
+        prune: largest part of a query's attention that may be left out, see ``attention/prune.py``; 0: exact.
+        keys_rotated: whether keys, but not queries, have been rotated already.
+        content_bias: function of (q, k, positions, features) that returns a bias that depends on them, or None.
+        token_features: function of a layer's input that returns ``features`` of ``content_bias``, or None.
+        relative_values: relative value vectors, or None.
+        transform_parameters: parameters that ``transform_scores`` uses.
+        value: function of (values, positions), or None; a cache stores values before it.
+        rotation_regions: regions whose pairs are rotated differently, or None; the backend then rotates q and k.
+        last_query: (B, m) int64, the index of the last query that may see each key, if documents share a row; None: the
+            row's last query. Indices count the row's tokens, and queries are the last n of them.
     """
 
     positions: Positions
-    form: Bias | None = None
+    bias: Bias | None = None
     padding: Tensor | None = None
     transform_scores: Callable[[Tensor, Tensor, Positions], Tensor] | None = None
     rotate: Callable[..., Tensor] | None = None
     backend: Callable[..., Tensor] | None = None
     max_queries_per_call: Callable[[Positions, torch.dtype], int] | None = None
     prune: float = 0.0
-    turned: bool = False
-    scores: Callable[..., Bias | None] | None = None
-    note: Callable[[Tensor], Tensor | None] | None = None
-    reading: RelativeValues | None = None
-    learned: tuple[Tensor, ...] = ()
+    keys_rotated: bool = False
+    content_bias: Callable[..., Bias | None] | None = None
+    token_features: Callable[[Tensor], Tensor | None] | None = None
+    relative_values: RelativeValues | None = None
+    transform_parameters: tuple[Tensor, ...] = ()
     value: Callable[[Tensor, Positions], Tensor] | None = None
-    regions: tuple[RotationRegion, ...] | None = None
+    rotation_regions: tuple[RotationRegion, ...] | None = None
     last_query: Tensor | None = None
 
     @property
     def is_content_dependent(self) -> bool:
         """Whether anything but q·k and the values depends on what the tokens are."""
-        others = (self.transform_scores, self.scores, self.reading)
-        return any(x is not None for x in others) or isinstance(self.form, ContentBias)
+        hooks = (self.transform_scores, self.content_bias, self.relative_values)
+        return any(x is not None for x in hooks) or isinstance(self.bias, ContentBias)
 
     @property
-    def only_sdpa(self) -> bool:
-        """Whether, on a GPU, nothing else may serve this."""
-        return self.is_content_dependent or self.regions is not None
+    def bias_may_need_grad(self) -> bool:
+        """Whether the bias may need a gradient; what a function of positions uses is unknown, so it may."""
+        bias = self.bias
+        if isinstance(bias, PointwiseBias):
+            return any(x.requires_grad for x in bias.parameters)
+        if isinstance(bias, ToeplitzBias):
+            return bias.table.requires_grad
+        if isinstance(bias, DenseBias):
+            return bias.bias.requires_grad
+        return bias is not None
+
+    @property
+    def requires_sdpa(self) -> bool:
+        """Whether ``sdpa`` is the only backend on a GPU that serves this plan."""
+        return self.is_content_dependent or self.rotation_regions is not None
 
     @cached_property
-    def empty(self) -> Tensor | None:
-        """(B, 1, 1, 1) bool, True at rows that are padding alone; None: there is no padding."""
+    def fully_padded_rows(self) -> Tensor | None:
+        """(B, 1, 1, 1) bool, True at rows that are padding alone; None without padding."""
         return None if self.padding is None else self.padding.all(1)[:, None, None, None]
 
     @cached_property
-    def row(self) -> Tensor | None:
-        """What is added to the scores of the last token against all, (B or 1, H or 1, 1, m); None: nothing.
+    def last_query_bias(self) -> Tensor | None:
+        """(B or 1, H or 1, 1, m), added to the scores of the last token; None if nothing is added.
 
-        The bias, and -inf at padding but in rows that are nothing else. Made once for all layers that share the plan.
+        It is the bias, with -inf at padding except in rows that are padding alone.
         """
-        pos, form = self.positions, self.form
+        pos, bias = self.positions, self.bias
         m = pos.k.shape[1]
-        if isinstance(form, ToeplitzBias) and evenly_spaced(form, pos):
-            bias = by_distance(form, m).flip(1)[None, :, None]
-        elif form is not None:
-            bias = block(form, pos, slice(-1, None)).contiguous()
-        if self.padding is None or self.empty is None:
-            return None if form is None else bias
-        hidden = self.padding[:, None, None] & ~self.empty
-        bias = pos.k.new_zeros(1, 1, 1, m) if form is None else bias
-        return bias.masked_fill(hidden, float("-inf"))
+        if isinstance(bias, ToeplitzBias) and is_evenly_spaced(bias, pos):
+            row = table_by_distance(bias, m).flip(1)[None, :, None]  # (1, H, 1, m)
+        elif bias is not None:
+            row = bias.materialize(pos, slice(-1, None)).contiguous()  # (B or 1, H, 1, m)
+        if self.padding is None or self.fully_padded_rows is None:
+            return None if bias is None else row
+        hidden = self.padding[:, None, None] & ~self.fully_padded_rows  # (B, 1, 1, m)
+        row = pos.k.new_zeros(1, 1, 1, m) if bias is None else row
+        return row.masked_fill(hidden, float("-inf"))
 
     @cached_property
-    def matrix(self) -> Tensor:
-        """(1, H, n, n): a bias of the distance alone, -inf in the future, without its gradient; for short texts.
-
-        Made once for all layers that share the plan.
-        """
-        assert isinstance(self.form, ToeplitzBias)
+    def dense_bias(self) -> Tensor:
+        """(1, H, n, n) bias of the distance, -inf in the future, without its gradient; for short texts."""
+        assert isinstance(self.bias, ToeplitzBias)
         n = self.positions.q.shape[1]
-        return matrix(by_distance(self.form, n).detach())[None]
+        return dense_from_table(table_by_distance(self.bias, n).detach())[None]
 
     @cached_property
-    def nearby(self) -> list[Nearby]:
-        """The keys that blocks of queries can see in each region. Made once for all layers that share the plan."""
-        assert self.regions is not None
-        return nearby(self.regions, self.positions)
+    def key_ranges(self) -> list["KeyRange"]:
+        """The keys that blocks of queries see in each rotation region."""
+        assert self.rotation_regions is not None
+        return find_key_ranges(self.rotation_regions, self.positions)
 
     @cached_property
-    def seen_until(self) -> Tensor | None:
-        """(B, m) int32 index of the last query that sees each key, -1 at padding; None: every key's is the row's last.
-
-        Made once for all layers that share the plan.
-        """
+    def visible_until(self) -> Tensor | None:
+        """(B, m) int32 index of the last query that sees each key, -1 at padding; None: the row's last sees all."""
         if self.last_query is None and self.padding is None:
             return None
         if self.last_query is not None:
@@ -122,50 +131,105 @@ class Plan:
         return last if self.padding is None else last.masked_fill(self.padding, -1)
 
     @cached_property
-    def documents(self) -> list[list[slice]]:
-        """The tokens of each document, row by row, of a plan with ``last_query``. Waits for the device.
-
-        Made once for all layers that share the plan.
-        """
+    def document_slices(self) -> list[list[slice]]:
+        """The tokens of each document, row by row, of a plan with ``last_query``. Waits for the device."""
         assert self.last_query is not None
-        rows = (sorted(set(row)) for row in self.last_query.tolist())
-        return [[slice(a + 1, b + 1) for a, b in pairwise([-1, *ends])] for ends in rows]
+        last_tokens = (sorted(set(row)) for row in self.last_query.tolist())
+        return [[slice(a + 1, b + 1) for a, b in pairwise([-1, *ends])] for ends in last_tokens]
 
-    def visible(self, n: int, m: int, device: torch.device) -> Tensor:
-        """(B or 1, 1, n, m) bool: key j is at or before query i (by index), of its document and not padding."""
-        query = torch.arange(m - n, m, device=device)[:, None]
-        seen = (torch.arange(m, device=device)[None, :] <= query)[None, None]
+    def visibility(self, n: int, m: int, device: torch.device) -> Tensor:
+        """Return (B or 1, 1, n, m) bool: key j is at or before query i (by index), in its document and not padding."""
+        query = torch.arange(m - n, m, device=device)[:, None]  # (n, 1)
+        seen = (torch.arange(m, device=device)[None, :] <= query)[None, None]  # (1, 1, n, m)
         if self.last_query is not None:
             seen = seen & (query <= self.last_query[:, None, None, :])
         return seen if self.padding is None else seen & ~self.padding[:, None, None, :]
 
-    def part(self, start: int, stop: int) -> Self:
-        """The plan of queries ``start`` … ``stop`` - 1 and of the keys up to the last of them."""
+    def slice_queries(self, start: int, stop: int) -> Self:
+        """Return the plan of queries ``start`` … ``stop`` - 1 and of the keys up to the last of them."""
         pos = self.positions
-        seen = pos.k.shape[1] - pos.q.shape[1] + stop
-        form = part(self.form, slice(start, stop), seen)
-        padding = None if self.padding is None else self.padding[:, :seen]
-        last_query = None if self.last_query is None else self.last_query[:, :seen]
-        tokens = None if pos.tokens is None else pos.tokens[:, :seen]
-        regions = self.regions and tuple(x.part(slice(start, stop), slice(seen)) for x in self.regions)
-        pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen], tokens=tokens)
-        return replace(self, positions=pos, form=form, padding=padding, regions=regions, last_query=last_query)
+        keys = pos.k.shape[1] - pos.q.shape[1] + stop
+        bias = None if self.bias is None else self.bias.slice_queries(slice(start, stop), keys)
+        padding = None if self.padding is None else self.padding[:, :keys]
+        last_query = None if self.last_query is None else self.last_query[:, :keys]
+        tokens = None if pos.tokens is None else pos.tokens[:, :keys]
+        regions = self.rotation_regions and tuple(
+            x.select(slice(start, stop), slice(keys)) for x in self.rotation_regions
+        )
+        pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :keys], tokens=tokens)
+        return replace(self, positions=pos, bias=bias, padding=padding, rotation_regions=regions, last_query=last_query)
 
 
-def matrix(table: Tensor) -> Tensor:
-    """(H, n) of the distances 0 … n-1 -> (H, n, n), -inf in the future."""
+def dense_from_table(table: Tensor) -> Tensor:
+    """Return the Toeplitz matrix (H, n, n) of a table (H, n) of the distances 0 … n-1; -inf in the future."""
     heads, n = table.shape
+    # (H, 2n): the table reversed, then the future; a view with both strides 1 is the matrix with reversed rows
     vector = F.pad(table.flip(1), (0, n), value=float("-inf"))
     return vector.as_strided((heads, n, n), (2 * n, 1, 1)).flip(1)
 
 
-def by_distance(form: ToeplitzBias, n: int) -> Tensor:
-    """(H, n) table of distances 0 … n-1 steps; beyond the table's end its last column."""
-    table = form.table[:, form.origin : form.origin + n]
+def table_by_distance(bias: ToeplitzBias, n: int) -> Tensor:
+    """Return the table (H, n) of distances 0 … n-1 steps; beyond the bias's table it repeats the last column."""
+    table = bias.table[:, bias.origin : bias.origin + n]
     missing = n - table.shape[1]
-    return torch.cat([table, form.table[:, -1:].expand(-1, missing)], dim=1) if missing else table
+    return torch.cat([table, bias.table[:, -1:].expand(-1, missing)], dim=1) if missing else table
 
 
-def evenly_spaced(form: ToeplitzBias, pos: Positions) -> bool:
-    """Whether the column of a query and a key follows from their indices alone, as :func:`by_distance` has it."""
-    return pos.contiguous and pos.step == form.step
+def is_evenly_spaced(bias: ToeplitzBias, pos: Positions) -> bool:
+    """Return whether indices alone decide a pair's column of the table, as in :func:`table_by_distance`."""
+    return pos.contiguous and pos.step == bias.step
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """The keys of one rotation region that queries can see.
+
+    Attributes:
+        region: the region, with the positions of the keys in ``keys`` alone.
+        keys: keys that any query sees in it.
+        blocks: keys that the queries of each block see in it, within ``keys``; none: start = stop.
+    """
+
+    region: RotationRegion
+    keys: slice
+    blocks: list[slice]
+
+
+def find_key_ranges(regions: Sequence[RotationRegion], pos: Positions, rows: int = QUERY_BLOCK) -> list[KeyRange]:
+    """Find the keys that blocks of ``rows`` queries see in each region. Waits for the device once for each region.
+
+    Where positions fall along a row, all keys of the past are included.
+
+    Args:
+        regions: rotation regions.
+        pos: positions of the n queries and m keys.
+        rows: queries of a block.
+
+    Returns:
+        The ranges of regions that some query is in.
+    """
+    n, m = pos.q.shape[1], pos.k.shape[1]
+    stops = [min(start + rows, n) for start in range(0, n, rows)]
+    first, last = _block_bounds(pos.q, rows)
+    k = pos.k.contiguous()
+    falls = (k.diff(dim=1) < 0).any()  # a binary search needs sorted positions
+    ranges = []
+    for region in regions:
+        # (B or 1, blocks): bounds of the positions of keys that a block sees
+        least, most = (x.to(k.dtype).expand(len(k), -1).contiguous() for x in region.key_range(first, last))
+        low = torch.searchsorted(k, least).amin(0).masked_fill(falls, 0)
+        high = torch.searchsorted(k, most, right=True).amax(0).masked_fill(falls, m)
+        pairs = zip(*torch.stack([low, high]).tolist(), stops, strict=True)
+        blocks = [slice(a, max(a, min(b, m - n + stop))) for a, b, stop in pairs]
+        inside = [keys for keys in blocks if keys.start < keys.stop]
+        if inside:
+            keys = slice(min(x.start for x in inside), max(x.stop for x in inside))
+            ranges.append(KeyRange(region.select(slice(None), keys), keys, blocks))
+    return ranges
+
+
+def _block_bounds(positions: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest of (B or 1, n) positions in each block of columns, (blocks,) each."""
+    missing = -positions.shape[1] % rows
+    blocks = torch.cat([positions, positions[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, rows))
+    return blocks.amin((0, 2)), blocks.amax((0, 2))

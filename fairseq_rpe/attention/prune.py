@@ -1,21 +1,21 @@
 """Causal attention with a Toeplitz bias that skips far keys which cannot matter, with a proved bound of the error.
 
-The bound serves every backend that prunes; ``pruned`` is the one for a CPU.
+The bound serves every backend that prunes; :func:`pruned_attention` is the implementation for a CPU.
 
-Write p_j for the exact weights of a query and δ for the part of them on the keys that are left out. The exact output is
-o = (1 - δ)·a + δ·b with a, b the weighted means of the values kept and left out, and the pruned output is a. So
-o - a = δ·(b - a), and both means lie between the least and the largest value of each component:
+Let p_j be the exact weights of a query and δ their sum over the keys that are skipped. The exact output is
+o = (1 - δ)·a + δ·b with a, b the weighted means of the values retained and skipped, and the pruned output is a. So
+o - a = δ·(b - a), and both means are between the least and the largest value of each component:
 
     |o - a| <= δ·(max_j v_j - min_j v_j) <= 2·δ·max_j |v_j|     in every component.
 
-δ is kept at ``eps`` or below without looking at the keys left out, key block by key block. For a query i, any vector m
+δ stays at ``eps`` or below without reading the skipped keys, key block by key block. For a query i, any vector m
 (the mean key here) and a block J of keys, with t the table and D the head's width,
 
     q_i·k_j/√D + t[i-j] <= q_i·m/√D + |q_i|·max_J |k_j - m|/√D + max t      (Cauchy-Schwarz),
 
 the last maximum over all distances between the two blocks, whether the table is monotone or not. With L_i the
-log-sum-exp of the nearest keys, computed exactly, block J holds at most |J|·exp(bound - L_i) of the weights, since what
-they are divided by is at least exp(L_i). From the far end on, blocks are left out as long as the sum of these stays at
+log-sum-exp of the nearest keys, computed exactly, block J has at most |J|·exp(bound - L_i) of the weights, since their
+denominator is at least exp(L_i). From the far end on, blocks are skipped as long as the sum of these shares stays at
 or below ``eps``. ``SLACK`` covers the rounding of float32 on both sides: of products of q and k, and of the sum of one
 with a bias, which is the coarser the larger the bias.
 """
@@ -26,115 +26,156 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.attention.plan import Plan
-from fairseq_rpe.attention.toeplitz_attention import ToeplitzBlocks, flash
+from fairseq_rpe.attention.double_backward import flash_attention
+from fairseq_rpe.attention.plan import AttentionPlan
+from fairseq_rpe.attention.toeplitz_attention import ToeplitzBlocks
 from fairseq_rpe.core.bias import ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 
-BLOCK = 256  # queries, and keys, that are decided about together
-# nats; a part of the largest score that the norms allow; and of the largest bias
-SLACK, SLACK_OF_SCORE, SLACK_OF_BIAS = 1e-3, 1e-5, 1e-6
+BLOCK = 256  # queries, and keys, of a block
+SLACK = 1e-3  # for rounding, in nats
+SLACK_OF_SCORE = 1e-5  # for rounding, relative to the largest score that the norms allow
+SLACK_OF_BIAS = 1e-6  # for rounding, relative to the bias
 
 
 def check_eps(eps: float) -> None:
-    """Refuse, with a UserError, what is not a part of a query's weights."""
+    """Check the largest share of a query's attention that may be skipped.
+
+    Raises:
+        UserError: ``eps`` is not between 0 and 1.
+    """
     if not 0 < eps < 1:
         raise UserError(f"pruning leaves out at most EPS of each query's attention: 0 < EPS < 1, not {eps:g}")
 
 
-def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> None:
-    """Raise a UserError that says what stands against pruning this attention; on which devices, a backend knows."""
+def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> None:
+    """Check that a call can be pruned; backends check the device.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        plan: of the call.
+        dropout: of attention weights.
+
+    Raises:
+        UserError: the plan shares rows among documents or has no bias of the distance, or this is training.
+    """
     check_eps(plan.prune)
     if plan.last_query is not None:
         raise UserError("attention of separate documents in one row is not pruned: evaluate without pruning")
-    if not isinstance(plan.form, ToeplitzBias):
+    if not isinstance(plan.bias, ToeplitzBias):
         raise UserError("pruning needs a bias of the distance at evenly spaced positions: evaluate without it")
-    if dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, plan.form.table))):
+    if dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, plan.bias.table))):
         raise UserError("pruning is for evaluation: train without it")
 
 
 @torch.no_grad()
-def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor:
-    """softmax(q·kᵀ/sqrt(D) + table[h, i-j]) v for j <= i, without keys of at most ``eps`` of each query's weights.
+def pruned_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor:
+    """Compute softmax(q·kᵀ/sqrt(D) + table[h, i-j]) v for j <= i, skipping at most ``eps`` of each query's weights.
 
     Args:
-        q, k, v: (B, H, n, D) on a CPU.
-        table: (H, n) of the distances 0 … n-1; may hold -inf.
-        eps: largest part of a query's weights that may be left out.
+        q: (B, H, n, D) on a CPU.
+        k: (B, H, n, D).
+        v: (B, H, n, D).
+        table: (H, n) of the distances 0 … n-1; may contain -inf.
+        eps: largest share of a query's weights that may be skipped.
 
     Returns:
-        (B, H, n, D): within eps·(max v - min v) of the exact output in every component, but for rounding.
+        (B, H, n, D), apart from rounding within eps·(max v - min v) of the exact output in every component.
     """
     n = q.shape[2]
-    bias = ToeplitzBlocks(n, q, level(table))
-    offset, norm, radius = norms(q, k)
-    tail, holes = tail_bounds(bias.vector[:, :n].flip(1)), bias.holes
+    bias = ToeplitzBlocks(n, q, subtract_max(table))
+    offset, norm, radius = score_bound_terms(q, k)
+    tail, may_mask_past = block_bias_bounds(bias.vector[:, :n].flip(1)), bias.may_mask_past
     out = torch.empty_like(q)
     for start in range(0, n, BLOCK):
-        stop, near = min(start + BLOCK, n), max(0, start - BLOCK)
-        rows, added = slice(start, stop), bias.block(start, stop, slice(None))[None]
-        qb = q[:, :, rows].flip(2)
-        found, lse = _partial(qb, k[:, :, near:stop], v[:, :, near:stop], added[..., near:], holes)
+        stop, near = min(start + BLOCK, n), max(0, start - BLOCK)  # keys near … stop-1 are always read
+        rows, mask = slice(start, stop), bias.block(start, stop, slice(None))[None]  # (1, H, R, stop)
+        block_q = q[:, :, rows].flip(2)  # (B, H, R, D), the last query first, as in the mask
+        block_out, lse = _partial_attention(
+            block_q, k[:, :, near:stop], v[:, :, near:stop], mask[..., near:], may_mask_past
+        )  # (B, H, R, D), (B, H, R)
         if near:
             low = offset[:, :, rows] - lse.flip(2)
-            first = left_out(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
+            first = first_kept_key(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
             for b, h in (first < near).nonzero().tolist():
-                one, far = (slice(b, b + 1), slice(h, h + 1)), slice(int(first[b, h]), near)
-                seen = (*one, far)
-                more, more_lse = _partial(qb[one], k[seen], v[seen], added[:, one[1], :, far], holes)
-                # a query that sees no key, near or far, has -inf twice and an output of 0
-                share = (more_lse - lse[one]).sigmoid().masked_fill(more_lse == float("-inf"), 0.0)
-                found[one] = torch.lerp(found[one], more, share[..., None])
-        out[:, :, rows] = found.flip(2)
+                head, far = (slice(b, b + 1), slice(h, h + 1)), slice(int(first[b, h]), near)
+                idx = (*head, far)
+                far_out, far_lse = _partial_attention(
+                    block_q[head], k[idx], v[idx], mask[:, head[1], :, far], may_mask_past
+                )
+                # means weighted by exp(lse); a query that sees no key has -inf twice and an output of 0
+                share = (far_lse - lse[head]).sigmoid().masked_fill(far_lse == float("-inf"), 0.0)
+                block_out[head] = torch.lerp(block_out[head], far_out, share[..., None])
+        out[:, :, rows] = block_out.flip(2)
     return out
 
 
-def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
-    """Output over some keys and log-sum-exp (B, H, R); torch's kernel says 0 where a row sees none."""
-    out, lse = flash(q, k, v, 0.0, False, attn_mask=bias)
-    if holes:
+def _partial_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, may_mask_past: bool) -> tuple[Tensor, Tensor]:
+    """Return output (B, H, R, D) and log-sum-exp (B, H, R) over some keys; -inf, not the kernel's 0, of no key."""
+    out, lse = flash_attention(q, k, v, 0.0, False, attn_mask=bias)
+    if may_mask_past:
         lse = lse.masked_fill((bias == float("-inf")).all(-1), float("-inf"))
     return out.to(lse.dtype), lse
 
 
-def norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q_i·m/√D with the slack for rounding and |q_i|/√D, each (B, H, n); max |k_j - m| by block, (B, H, n / BLOCK)."""
+def score_bound_terms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the terms of the bound of q_i·k_j/√D over a block of keys, with m the mean key.
+
+    Args:
+        q: (B, H, n, D).
+        k: (B, H, n, D).
+
+    Returns:
+        (B, H, n) q_i·m/√D with slack for rounding, (B, H, n) |q_i|/√D, and (B, H, ⌈n / BLOCK⌉) max |k_j - m| by block.
+    """
     q, k = q.to(torch.promote_types(q.dtype, torch.float32)), k.to(torch.promote_types(k.dtype, torch.float32))
     mean = k.mean(2, keepdim=True)
     scale = q.shape[3] ** -0.5
     norm = q.norm(dim=3) * scale
     slack = SLACK + SLACK_OF_SCORE * norm * k.norm(dim=3).amax(2, keepdim=True)
     radius = F.pad((k - mean).norm(dim=3), (0, -k.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK)).amax(3)
-    return torch.linalg.vecdot(q, mean) * scale + slack, norm, radius  # a product of matrices might be in TF32
+    return torch.linalg.vecdot(q, mean) * scale + slack, norm, radius  # vecdot: a matrix product might be in TF32
 
 
-def level(table: Tensor) -> Tensor:
-    """(H, n) less its largest element by head, which softmax does not see: sums with scores then keep their digits."""
+def subtract_max(table: Tensor) -> Tensor:
+    """Return a table (H, n) less its largest element by head: softmax ignores it, and sums with scores keep digits."""
     top = table.amax(1, keepdim=True)
     return table - top.masked_fill(top == float("-inf"), 0.0)
 
 
-def tail_bounds(table: Tensor) -> Tensor:
-    """(H, n) -> (H, N): ln BLOCK + the largest bias between two blocks 0, 1, … apart, with slack for rounding."""
+def block_bias_bounds(table: Tensor) -> Tensor:
+    """Return ln BLOCK + the largest bias between two blocks 0, 1, … apart, with slack for rounding.
+
+    Args:
+        table: (H, n) of the distances 0 … n-1.
+
+    Returns:
+        (H, N) with N = ⌈n / BLOCK⌉.
+    """
     blocks = math.ceil(table.shape[1] / BLOCK)
     padded = F.pad(
         table + SLACK_OF_BIAS * table.abs().nan_to_num(posinf=0.0),
         (BLOCK - 1, (blocks + 1) * BLOCK - table.shape[1]),
         value=float("-inf"),
     )
+    # blocks t apart have the distances (t - 1)·BLOCK + 1 … (t + 1)·BLOCK - 1
     return F.max_pool1d(padded, 2 * BLOCK - 1, BLOCK)[:, :blocks] + math.log(BLOCK)
 
 
-def left_out(low: Tensor, norm: Tensor, radius: Tensor, tail: Tensor, block: int, eps: float) -> Tensor:
-    """(B, H) index of the first key to keep for block ``block`` of queries, a multiple of BLOCK.
+def first_kept_key(low: Tensor, norm: Tensor, radius: Tensor, tail: Tensor, block: int, eps: float) -> Tensor:
+    """Return (B, H) index of the first key that block ``block`` of queries reads, a multiple of BLOCK.
 
     Args:
         low: (B, H, R) q_i·m/√D with the slack, less the log-sum-exp of the nearest keys.
         norm: (B, H, R) |q_i|/√D.
         radius: (B, H, J) of the J blocks of keys before the nearest.
-        tail: of ``tail_bounds``.
+        tail: of :func:`block_bias_bounds`.
+        block: number of the block of queries.
+        eps: largest share of a query's weights that may be skipped.
     """
-    worst = (norm[..., None] * radius[:, :, None] + low[..., None]).amax(2)
+    worst = (norm[..., None] * radius[:, :, None] + low[..., None]).amax(2)  # (B, H, J), over the block's queries
     count = radius.shape[2]
-    mass = worst + tail[:, block - count + 1 : block + 1].flip(1)
+    mass = worst + tail[:, block - count + 1 : block + 1].flip(1)  # (B, H, J), log of the share, the farthest first
     return (mass.logcumsumexp(2) <= math.log(eps)).sum(2) * BLOCK

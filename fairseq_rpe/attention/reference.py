@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.attention.dropout import draw_seed, keep_block
-from fairseq_rpe.attention.plan import Plan
-from fairseq_rpe.core.bias import RelativeValues, block, column_of
+from fairseq_rpe.attention.plan import AttentionPlan
+from fairseq_rpe.core.bias import Bias, RelativeValues, table_index
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
-    """softmax(q·kᵀ / sqrt(D) + bias) v, causal, computed in float32 or better with an n×m matrix.
+def reference(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
+    """Compute softmax(q·kᵀ / sqrt(D) + bias) v, causal, in float32 or better with an n×m matrix.
 
     Args:
         q: (B, H, n, D); the queries are the last n of the m tokens.
         k: (B, H, m, D).
         v: (B, H, m, D).
-        plan: positions, bias form, padding, and the encoding's ``transform_scores`` and ``reading``.
+        plan: positions, bias, padding, and the encoding's ``transform_scores`` and ``relative_values``.
         dropout: probability of dropping an attention weight; 0 outside training.
 
     Returns:
@@ -31,56 +32,95 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
         raise UserError("the reference backend is exact and does not prune: use 'sdpa', 'triton' or no pruning")
     shape = *q.shape[:3], k.shape[2]
     keep = keep_block(draw_seed(), 0, q.shape[2], shape, dropout, q.device) if dropout > 0 else None
-    return weighted(weights(q, k, plan), v, keep, plan)
+    return weighted_sum(attention_weights(q, k, plan), v, keep, plan)
 
 
-def weighted(
-    found: Tensor, v: Tensor, keep: Tensor | None, plan: Plan, read: Callable[..., Tensor] | None = None
+def weighted_sum(
+    weights: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    plan: AttentionPlan,
+    sum_values: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Sums of v by the weights ``found``, in v's dtype, with a scaled mask of those kept by dropout."""
-    found = found if keep is None else found * keep
-    out = torch.matmul(found, v.to(found.dtype))
-    if plan.reading is not None:
-        out = out + (read or read_columns)(found, plan.reading, plan)
+    """Sum the values, and the plan's relative values, by attention weights.
+
+    Args:
+        weights: (B, H, n, m).
+        v: (B, H, m, D).
+        keep: (B, H, n, m) scaled dropout mask, or None.
+        plan: of the call.
+        sum_values: equivalent of :func:`sum_relative_values`, which is the default.
+
+    Returns:
+        (B, H, n, D) in v's dtype.
+    """
+    weights = weights if keep is None else weights * keep
+    out = torch.matmul(weights, v.to(weights.dtype))
+    if plan.relative_values is not None:
+        out = out + (sum_values or sum_relative_values)(weights, plan.relative_values, plan)
     return out.to(v.dtype)
 
 
-def read_columns(found: Tensor, reading: RelativeValues, plan: Plan) -> Tensor:
-    """Sums of the vectors of ``reading`` by the weights (B, H, n, m): weights of a column are added up first."""
-    at = column_of(reading, plan.positions.q, plan.positions.k)[:, None].expand(found.shape)
-    by_column = found.new_zeros(*found.shape[:3], reading.vectors.shape[1]).scatter_add(3, at, found)
-    return torch.matmul(by_column, reading.vectors.to(found.dtype))
+def sum_relative_values(weights: Tensor, values: RelativeValues, plan: AttentionPlan) -> Tensor:
+    """Return Σ_j weights[b, h, i, j] · vectors[h, c(i, j)], adding up the weights of each column c first.
+
+    Args:
+        weights: (B, H, n, m).
+        values: the relative value vectors (H or 1, R, D).
+        plan: with the positions.
+
+    Returns:
+        (B, H, n, D).
+    """
+    column = table_index(values, plan.positions.q, plan.positions.k)[:, None].expand(weights.shape)
+    by_column = weights.new_zeros(*weights.shape[:3], values.vectors.shape[1]).scatter_add(3, column, weights)
+    return torch.matmul(by_column, values.vectors.to(weights.dtype))  # (B, H, n, R) · (H or 1, R, D)
 
 
-def scores(q: Tensor, k: Tensor, plan: Plan, make: Callable[..., Tensor] = block) -> Tensor:
-    """q·kᵀ / sqrt(D) + bias, (B, H, n, m) in float32 or better; -inf where a query does not see a key."""
+def _materialize(bias: Bias, pos: Positions) -> Tensor:
+    return bias.materialize(pos)
+
+
+def attention_scores(
+    q: Tensor, k: Tensor, plan: AttentionPlan, materialize: Callable[[Bias, Positions], Tensor] = _materialize
+) -> Tensor:
+    """Return q·kᵀ / sqrt(D) + bias (B, H, n, m) in float32 or better; -inf where a query does not see a key.
+
+    Args:
+        q: (B, H, n, D).
+        k: (B, H, m, D).
+        plan: of the call.
+        materialize: function of (bias, positions) that returns the bias (B or 1, H, n, m).
+    """
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
-    if plan.regions is None:
-        found = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
+    if plan.rotation_regions is None:
+        scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
     else:
-        found = by_region(q.to(wide), k.to(wide), plan)
-    if plan.form is not None:
-        found = found + make(plan.form, plan.positions).to(wide)
-    hidden = ~plan.visible(n, m, q.device)
+        scores = scores_by_region(q.to(wide), k.to(wide), plan)
+    if plan.bias is not None:
+        scores = scores + materialize(plan.bias, plan.positions).to(wide)
+    hidden = ~plan.visibility(n, m, q.device)  # (B or 1, 1, n, m)
     if plan.transform_scores is not None:
-        found = plan.transform_scores(found.masked_fill(hidden, float("-inf")), q.to(wide), plan.positions)
-    return found.masked_fill(hidden, float("-inf"))
+        scores = plan.transform_scores(scores.masked_fill(hidden, float("-inf")), q.to(wide), plan.positions)
+    return scores.masked_fill(hidden, float("-inf"))
 
 
-def by_region(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
-    """q·kᵀ / sqrt(D), each pair turned as its region has it, and -inf where a pair is in none: (B, H, n, m)."""
-    pos, found = plan.positions, q.new_full((*q.shape[:3], k.shape[2]), float("-inf"))
-    assert plan.rotate is not None and plan.regions is not None
-    for region in plan.regions:
-        turned = plan.rotate(q, region.q, pos), plan.rotate(k, region.k, pos, key=True)
-        inside = region.covers(pos.q[:, None, :, None], pos.k[:, None, None, :])
-        found = torch.where(inside, torch.matmul(turned[0], turned[1].mT) * q.shape[3] ** -0.5, found)
-    return found
+def scores_by_region(q: Tensor, k: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return q·kᵀ / sqrt(D) (B, H, n, m), each pair rotated as in its region; -inf where a pair is in no region."""
+    pos, scores = plan.positions, q.new_full((*q.shape[:3], k.shape[2]), float("-inf"))
+    assert plan.rotate is not None and plan.rotation_regions is not None
+    for region in plan.rotation_regions:
+        region_q, region_k = plan.rotate(q, region.q, pos), plan.rotate(k, region.k, pos, key=True)
+        inside = region.covers(pos.q[:, None, :, None], pos.k[:, None, None, :])  # (B or 1, 1, n, m)
+        scores = torch.where(inside, torch.matmul(region_q, region_k.mT) * q.shape[3] ** -0.5, scores)
+    return scores
 
 
-def weights(q: Tensor, k: Tensor, plan: Plan, make: Callable[..., Tensor] = block) -> Tensor:
-    """The softmax of :func:`scores`; 0 where a query sees no key at all."""
-    found = scores(q, k, plan, make)
-    empty = (found == float("-inf")).all(dim=-1, keepdim=True)
-    return found.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+def attention_weights(
+    q: Tensor, k: Tensor, plan: AttentionPlan, materialize: Callable[[Bias, Positions], Tensor] = _materialize
+) -> Tensor:
+    """Return the softmax of :func:`attention_scores`; 0 where a query sees no key at all."""
+    scores = attention_scores(q, k, plan, materialize)
+    empty = (scores == float("-inf")).all(dim=-1, keepdim=True)  # (B, H, n, 1)
+    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

@@ -1,8 +1,9 @@
-"""Biases that depend on the tokens, for some queries at even positions: products with a table, shifted row by row.
+"""Strided views that shift each row of a matrix by its index, and biases and values of token tables read through them.
 
-Row i of a product has a column per distance; of a bias, one per key. What was read at x = W - 1 - d, W the keys, stands
-r - 1 - i columns to the left, for row i of r: one column of padding and another shape of the same memory shift it
-(the skewing of Huang et al. 2018, arXiv 1809.04281). What has no even positions is looked up pair by pair.
+A product of queries with a table has a column per distance, a bias has one per key. With W keys and r queries, the
+column of distance d stands at x = W - 1 - d and belongs r - 1 - i columns further left in row i. One column of padding
+and another shape of the same memory shift all rows at once (the skewing of Huang et al. 2018, arXiv 1809.04281).
+Without even positions each pair is looked up.
 """
 
 import functools
@@ -11,66 +12,135 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.attention.plan import Plan
-from fairseq_rpe.attention.reference import read_columns
-from fairseq_rpe.core.bias import Bias, KeyTableBias, Positions, QueryTableBias, RelativeValues, SumBias, block
+from fairseq_rpe.attention.plan import AttentionPlan
+from fairseq_rpe.attention.reference import sum_relative_values
+from fairseq_rpe.core.bias import Bias, KeyTableBias, QueryTableBias, RelativeValues, SumBias
+from fairseq_rpe.core.positions import Positions
 
 
-def quick_block(form: Bias, pos: Positions) -> Tensor:
-    """The same as :func:`~fairseq_rpe.core.block` of all queries and keys, but for any numbers in the future."""
-    if isinstance(form, SumBias):
-        return functools.reduce(torch.add, (quick_block(one, pos) for one in form.forms))
-    if isinstance(form, QueryTableBias) and _even(form, pos):
-        return _by_query(form, pos.k.shape[1])
-    if isinstance(form, KeyTableBias) and _even(form, pos):
-        return _by_key(form, pos.q.shape[1])
-    return block(form, pos)
+def materialize_fast(bias: Bias, pos: Positions) -> Tensor:
+    """Return the bias (B or 1, H, n, m) of all queries and keys; its entries in the future are arbitrary."""
+    if isinstance(bias, SumBias):
+        return functools.reduce(torch.add, (materialize_fast(term, pos) for term in bias.terms))
+    if isinstance(bias, QueryTableBias) and _is_even(bias, pos):
+        return _query_table_bias(bias, pos.k.shape[1])
+    if isinstance(bias, KeyTableBias) and _is_even(bias, pos):
+        return _key_table_bias(bias, pos.q.shape[1])
+    return bias.materialize(pos)
 
 
-def quick_read(found: Tensor, reading: RelativeValues, plan: Plan) -> Tensor:
-    """The same as :func:`~fairseq_rpe.attention.reference.read_columns`."""
-    if not _even(reading, plan.positions):
-        return read_columns(found, reading, plan)
-    vectors, keys = reading.vectors[:, reading.origin :].to(found.dtype), found.shape[3]
+def sum_relative_values_fast(weights: Tensor, values: RelativeValues, plan: AttentionPlan) -> Tensor:
+    """Return what :func:`~fairseq_rpe.attention.reference.sum_relative_values` returns, by shifts where possible.
+
+    Args:
+        weights: (B, H, n, m), 0 in the future.
+        values: the relative value vectors.
+        plan: with the positions.
+
+    Returns:
+        (B, H, n, D).
+    """
+    if not _is_even(values, plan.positions):
+        return sum_relative_values(weights, values, plan)
+    vectors, keys = values.vectors[:, values.origin :].to(weights.dtype), weights.shape[3]  # (H or 1, R, D)
     near = min(vectors.shape[1] - 1, keys)  # distances before the table's last column
-    weights = unskewed(found)
-    out = torch.matmul(weights[..., keys - near :], vectors[:, :near].flip(1))
-    return out + weights[..., : keys - near].sum(-1, keepdim=True) * vectors[:, None, -1]
+    by_distance = inverse_relative_shift(weights)  # (B, H, n, m): column y is distance m - 1 - y
+    out = torch.matmul(by_distance[..., keys - near :], vectors[:, :near].flip(1))  # (B, H, n, D)
+    # all larger distances share the last column
+    return out + by_distance[..., : keys - near].sum(-1, keepdim=True) * vectors[:, None, -1]
 
 
-def skewed(x: Tensor) -> Tensor:
-    """(B, H, r, 1 + W), the first column padding -> (B, H, r, W): entry (i, j) is x[i, 1 + r - 1 - i + j]."""
+def relative_shift(x: Tensor) -> Tensor:
+    """Shift row i of r by r - 1 - i columns to the left: (B, H, r, 1 + W) -> (B, H, r, W).
+
+    The first column is padding. Entry (i, j) of the result is x[i, 1 + r - 1 - i + j].
+    """
     batch, heads, rows, cols = x.shape
     return x.reshape(batch, heads, cols, rows)[:, :, 1:].reshape(batch, heads, rows, cols - 1)
 
 
-def unskewed(x: Tensor) -> Tensor:
-    """(B, H, r, W), zero in the future -> the same shape: entry (i, y) is x[i, y - (r - 1 - i)], of distance W-1-y."""
+def inverse_relative_shift(x: Tensor) -> Tensor:
+    """Undo :func:`relative_shift` for x (B, H, r, W) that is 0 in the future.
+
+    Entry (i, y) of the result (B, H, r, W) is x[i, y - (r - 1 - i)], of distance W - 1 - y.
+    """
     batch, heads, rows, cols = x.shape
-    flat = F.pad(x.reshape(batch, heads, -1), (rows, 0))
+    flat = F.pad(x.reshape(batch, heads, -1), (rows, 0))  # (B, H, r + r·W)
     return flat.view(batch, heads, rows, cols + 1)[..., 1:]
 
 
-def _even(table: QueryTableBias | KeyTableBias | RelativeValues, pos: Positions) -> bool:
+def distance_view(vector: Tensor, n: int, start: int, stop: int) -> Tensor:
+    """View a vector over distances as a block of a Toeplitz matrix with reversed rows.
+
+    Row r of the block is query stop-1-r and column j is key j, so entry (r, j) has the distance stop-1-r-j.
+
+    Args:
+        vector: (…, 2n), entry x for distance n-1-x.
+        n: number of queries and keys of the whole matrix.
+        start: first query of the block.
+        stop: end of the block's queries, and of its keys.
+
+    Returns:
+        (…, R, stop) with R = stop - start; entries with r + j >= stop are in the future.
+    """
+    # entry (r, j) is at x = n - stop + r + j: both strides are 1
+    shape, strides = (*vector.shape[:-1], stop - start, stop), (*vector.stride()[:-1], 1, 1)
+    return vector.as_strided(shape, strides, vector.storage_offset() + n - stop)
+
+
+def along_diagonals(x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+    """View a block with reversed rows by distance: column y of the result has the pairs (r, j) with r + j = first + y.
+
+    A row stride of M - 1 instead of M shifts row r by r. Where j would be negative, the view reads (r - 1, M + j),
+    which is in the future, as (r - 1) + (M + j) = M - 1 + first + y. The exception is first + y = 0, where only row 0
+    is meaningful.
+
+    Args:
+        x: (…, R, M) without gaps in memory.
+        first: first r + j to view.
+        last: end of the r + j to view, or None for M.
+
+    Returns:
+        (…, R, last - first) view; entry (r, y) is (r, j) with r + j = first + y.
+    """
+    cols = x.shape[-1]
+    shape = (*x.shape[:-1], (cols if last is None else last) - first)
+    return x.as_strided(shape, (*x.stride()[:-2], cols - 1, 1), x.storage_offset() + first)
+
+
+def diagonal_sums(x: Tensor) -> Tensor:
+    """Sum a block with reversed rows by distance: (…, R, M) -> (…, M), entry y the sum of all (r, j) with r + j = y.
+
+    The block has no gaps in memory and is 0 in the future.
+    """
+    sums = along_diagonals(x).sum(-2)
+    sums[..., 0] = x[..., 0, 0]  # only row 0 of column 0 is meaningful
+    return sums
+
+
+def _is_even(table: QueryTableBias | KeyTableBias | RelativeValues, pos: Positions) -> bool:
     return pos.contiguous and pos.step == table.step
 
 
-def _by_query(form: QueryTableBias, keys: int) -> Tensor:
-    vectors = form.vectors[:, form.origin : form.origin + keys].to(form.query.dtype)
-    found = torch.matmul(form.query, vectors.mT)
-    padding = found[..., -1:].expand(-1, -1, -1, 1 + keys - found.shape[3])
-    return skewed(torch.cat([padding, found.flip(3)], dim=3))
+def _query_table_bias(bias: QueryTableBias, keys: int) -> Tensor:
+    vectors = bias.vectors[:, bias.origin : bias.origin + keys].to(bias.query.dtype)  # (H or 1, R', E)
+    by_distance = torch.matmul(bias.query, vectors.mT)  # (B, H, n, R')
+    # repeat the last column for larger distances; one column more is the padding of the shift
+    padding = by_distance[..., -1:].expand(-1, -1, -1, 1 + keys - by_distance.shape[3])
+    return relative_shift(torch.cat([padding, by_distance.flip(3)], dim=3))
 
 
-def _by_key(form: KeyTableBias, rows: int) -> Tensor:
-    key, vectors = form.key, form.vectors[:, form.origin :].to(form.key.dtype)
+def _key_table_bias(bias: KeyTableBias, rows: int) -> Tensor:
+    key, vectors = bias.key, bias.vectors[:, bias.origin :].to(bias.key.dtype)
     batch, heads, keys, _ = key.shape
     last = vectors.shape[1] - 1
     near = min(keys, last + rows)  # keys that some of the queries see before the table's last column
-    far = torch.matmul(key[:, :, : keys - near], vectors[:, -1, :, None]).mT.expand(-1, -1, rows, -1)
-    found = torch.matmul(key[:, :, keys - near :], vectors[:, :near].mT)
-    beyond = found[..., -1:].expand(-1, -1, -1, near - found.shape[3])
-    # column x is of distance x - rows, and key j of the near ones needs those from near - rows - j on
-    table = torch.cat([found.new_zeros(1, 1, 1, 1).expand(batch, heads, near, rows), found, beyond], dim=3)
-    lines = table.flatten(2)[..., near:].view(batch, heads, near, near + rows - 1)
-    return torch.cat([far, lines[..., :rows].mT], dim=3)
+    far_bias = torch.matmul(key[:, :, : keys - near], vectors[:, -1, :, None]).mT.expand(-1, -1, rows, -1)
+    by_distance = torch.matmul(key[:, :, keys - near :], vectors[:, :near].mT)  # (B, H, near, R')
+    beyond = by_distance[..., -1:].expand(-1, -1, -1, near - by_distance.shape[3])
+    # column x is distance x - rows, and key j of the near ones needs the columns from near - rows - j on
+    future = by_distance.new_zeros(1, 1, 1, 1).expand(batch, heads, near, rows)
+    table = torch.cat([future, by_distance, beyond], dim=3)  # (B, H, near, rows + near)
+    # one column less per row shifts row j by j
+    shifted = table.flatten(2)[..., near:].view(batch, heads, near, near + rows - 1)
+    return torch.cat([far_bias, shifted[..., :rows].mT], dim=3)  # (B, H, rows, keys)

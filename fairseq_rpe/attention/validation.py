@@ -1,4 +1,4 @@
-"""Checks of what callers give to attention, before anything is computed."""
+"""Checks of the arguments of attention, before anything is computed."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,16 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.tensors import FLOATS, check_tensor
+from fairseq_rpe.core.positions import Positions
+from fairseq_rpe.core.tensors import FLOAT_DTYPES, check_tensor
 from fairseq_rpe.encodings import Encoding
 
 EXACT = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # each holds every whole number up to here
-MOST_DISTANCES = 1 << 24  # columns of a table of distances between tokens at positions of any spacing
+MAX_DISTANCES = 1 << 24  # columns of a table of the distances between tokens at positions with gaps
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> None:
+    """Check shapes, dtypes and devices of q (B, H, n, D), k and v (B, H, m, D) and padding (B, m).
+
+    Raises:
+        UserError: they do not fit each other.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     shown = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -27,9 +32,11 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Non
         raise UserError(f"q, k and v differ in more than q's tokens: {shown}; repeat keys that heads share")
     if n > m:
         raise UserError(f"{n} queries and {m} keys: the queries are the last of the tokens, so give all keys")
-    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or q.dtype not in FLOATS:
-        given = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)).replace("torch.", "")
-        raise UserError(f"q, k and v are {given}: give them one floating-point dtype of 16 bits or more and one device")
+    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or q.dtype not in FLOAT_DTYPES:
+        layouts = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)).replace("torch.", "")
+        raise UserError(
+            f"q, k and v are {layouts}: give them one floating-point dtype of 16 bits or more and one device"
+        )
     if padding is not None:
         check_tensor("padding", padding)
     if padding is not None and (padding.shape != (batch, m) or padding.dtype != torch.bool):
@@ -42,7 +49,7 @@ def check_input(x: Tensor, width: int, weight: Any) -> None:
     Args:
         x: (B, n, C).
         width: C.
-        weight: of the layer's first projection; anything but a tensor is left to the projection.
+        weight: of the layer's first projection; if it is no tensor, the projection checks the rest.
 
     Raises:
         UserError: x is no dense floating-point tensor (B, n, C), or its dtype or device is not the layer's.
@@ -50,25 +57,30 @@ def check_input(x: Tensor, width: int, weight: Any) -> None:
     check_tensor("x", x)
     if x.dim() != 3 or x.shape[2] != width or not x.numel():
         raise UserError(f"x is (batch, tokens, {width}), not {tuple(x.shape)}")
-    if x.dtype not in FLOATS:
+    if x.dtype not in FLOAT_DTYPES:
         raise UserError(f"x is {x.dtype}: give it in a floating-point dtype of 16 bits or more")
     if not isinstance(weight, Tensor):
         return
     if weight.device != x.device:
         raise UserError(f"the layer is on {weight.device} and x on {x.device}: move one of them with .to(device)")
     cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
-    if x.dtype != weight.dtype and weight.dtype in FLOATS and not cast:
+    if x.dtype != weight.dtype and weight.dtype in FLOAT_DTYPES and not cast:
         raise UserError(f"the layer is in {weight.dtype} and x in {x.dtype}: convert one of them with .to(dtype)")
 
 
-def check_fit(encoding: Encoding, q: Tensor) -> None:
+def check_encoding(encoding: Encoding, q: Tensor) -> None:
+    """Check that an encoding has the heads, head width and device of q (B, H, n, D).
+
+    Raises:
+        UserError: it does not.
+    """
     heads, width = q.shape[1], q.shape[3]
-    own = encoding.width // encoding.heads
+    head_width = encoding.width // encoding.heads
     if encoding.heads != heads or (
-        own != width and (encoding.rotates or encoding.is_content_dependent or encoding.changes_values)
+        head_width != width and (encoding.rotates or encoding.is_content_dependent or encoding.changes_values)
     ):
         raise UserError(
-            f"the encoding is for {encoding.heads} heads of width {own}, q has {heads} of {width}: "
+            f"the encoding is for {encoding.heads} heads of width {head_width}, q has {heads} of {width}: "
             f"build it with heads={heads}, width={heads * width}"
         )
     first = next(encoding.parameters(), None)
@@ -76,48 +88,52 @@ def check_fit(encoding: Encoding, q: Tensor) -> None:
         raise UserError(f"the encoding is on {first.device} and q on {q.device}: move it with encoding.to(q.device)")
 
 
-def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: int) -> Positions:
-    """Positions of the tokens, checked, in float64 where q is.
+def validate_positions(positions: Tensor | Positions, encoding: Encoding, q: Tensor, m: int) -> Positions:
+    """Return the checked positions of the tokens, in float64 if q is.
 
     Args:
-        given: as in ``attend``. A ``Positions`` states its own spacing, and its values are checked once; the spacing of
-            a tensor is computed in each call.
-        encoding: that is to receive them.
+        positions: as in ``attend``. A ``Positions`` states its own spacing, and its values are checked once; the
+            spacing of a tensor is computed in each call.
+        encoding: that receives them.
         q: (B, H, n, D).
         m: number of keys.
 
     Raises:
-        UserError: they are not those of these tokens, or the encoding cannot use them.
+        UserError: they do not fit the tokens, or the encoding cannot use them.
     """
     batch, n = q.shape[0], q.shape[2]
     name = type(encoding).__name__
     if encoding.is_content_dependent and encoding.position_type == "none":
         raise UserError(f"{name} reads no positions: leave them out")
     wide = torch.promote_types(q.dtype, torch.float32)
-    if isinstance(given, Positions):
-        if given.tokens is not None and len(given.tokens) not in (1, batch):
+    if isinstance(positions, Positions):
+        if positions.tokens is not None and len(positions.tokens) not in (1, batch):
             raise UserError(
-                f"tokens of {len(given.tokens)} rows, where attention has {batch}: give those of these rows"
+                f"tokens of {len(positions.tokens)} rows, where attention has {batch}: give those of these rows"
             )
-        if given.k.shape not in ((1, m), (batch, m)) or given.q.shape != (len(given.k), n):
+        if positions.k.shape not in ((1, m), (batch, m)) or positions.q.shape != (len(positions.k), n):
             raise UserError(
-                f"positions of {tuple(given.q.shape)} queries and {tuple(given.k.shape)} keys, where attention has "
-                f"{(batch, n)} and {(batch, m)}: give those of these tokens"
+                f"positions of {tuple(positions.q.shape)} queries and {tuple(positions.k.shape)} keys, where attention "
+                f"has {(batch, n)} and {(batch, m)}: give those of these tokens"
             )
-        for x in (given.q, given.k, *(() if given.tokens is None else (given.tokens,))):
+        for x in (positions.q, positions.k, *(() if positions.tokens is None else (positions.tokens,))):
             if x.device != q.device:
                 raise UserError(f"positions are on {x.device} and q on {q.device}: give them on one device")
-        checked = _checked(given, wide)
-        if encoding.position_type == "whole" and given.step is None and not bool((given.k == given.k.round()).all()):
+        checked = _check_values(positions, wide)
+        if (
+            encoding.position_type == "whole"
+            and positions.step is None
+            and not bool((positions.k == positions.k.round()).all())
+        ):
             raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
         return checked
-    check_tensor("positions", given)
-    if given.shape not in ((m,), (1, m), (batch, m)):
-        raise UserError(f"positions are of shape {(m,)} or {(batch, m)}, not {tuple(given.shape)}")
-    rounded = given.is_floating_point() and given.dtype not in EXACT
-    if rounded or given.dtype == torch.bool or given.is_complex():
-        raise UserError(f"positions in {given.dtype} lose digits: use torch.int64 or torch.float32")
-    k = given.to(q.device).reshape(-1, m)
+    check_tensor("positions", positions)
+    if positions.shape not in ((m,), (1, m), (batch, m)):
+        raise UserError(f"positions are of shape {(m,)} or {(batch, m)}, not {tuple(positions.shape)}")
+    rounded = positions.is_floating_point() and positions.dtype not in EXACT
+    if rounded or positions.dtype == torch.bool or positions.is_complex():
+        raise UserError(f"positions in {positions.dtype} lose digits: use torch.int64 or torch.float32")
+    k = positions.to(q.device).reshape(-1, m)
     if not bool(torch.isfinite(k).all() & (k >= 0).all() & (k.diff(dim=1) >= 0).all()):
         raise UserError("positions are 0 or more and never fall along a row: sort the tokens by them")
     kind = torch.promote_types(k.dtype, wide) if k.is_floating_point() else wide
@@ -128,24 +144,24 @@ def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: in
         raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
     even = whole and bool((k.diff(dim=1) == 1).all())
     # a table of all distances between tokens that are far apart would not fit into memory
-    step = 1.0 if whole and (even or float(k.max() - k.min()) <= MOST_DISTANCES) else None
+    step = 1.0 if whole and (even or float(k.max() - k.min()) <= MAX_DISTANCES) else None
     return Positions(k[:, m - n :], k, step, contiguous=even)
 
 
 def check_documents(
     documents: Tensor, q: Tensor, m: int, positions: Tensor | Positions | None, padding: Tensor | None
 ) -> None:
-    """Refuse documents that do not fit the queries, or what contradicts them.
+    """Check the numbers of documents that share rows.
 
     Args:
-        documents: which document each token is of.
+        documents: number of the document of each token.
         q: (B, H, n, D), the queries.
         m: number of keys.
-        positions: as the caller gives them, or None.
-        padding: likewise.
+        positions: the caller's positions, or None.
+        padding: the caller's padding, or None.
 
     Raises:
-        UserError: they are not (B, n) integers, keys are kept from before, or positions or padding are given too.
+        UserError: they are not (B, n) integers, n differs from m, or there are positions or padding as well.
     """
     check_tensor("documents", documents)
     batch, n = q.shape[0], q.shape[2]
@@ -160,23 +176,23 @@ def check_documents(
         raise UserError("give padding a number of its own among the documents, and leave padding out")
 
 
-def _checked(given: Positions, wide: torch.dtype) -> Positions:
-    """The same positions with their values checked, in float64 where ``wide`` is; kept with what was given."""
-    by_dtype: dict[torch.dtype, Positions] | None = given.__dict__.get("_checked")
+def _check_values(positions: Positions, wide: torch.dtype) -> Positions:
+    """Return the positions in ``wide`` or better, with their values checked once: the result is stored with them."""
+    by_dtype: dict[torch.dtype, Positions] | None = positions.__dict__.get("_checked")
     if by_dtype is None and (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
         by_dtype = {}  # where values cannot be read
     elif by_dtype is None:
-        for x in (given.q, given.k):
+        for x in (positions.q, positions.k):
             if not bool((torch.isfinite(x) & (x >= 0)).all()):
                 raise UserError("positions are finite and 0 or more: give others")
             _check_largest(x, x.dtype)
         by_dtype = {}
-        object.__setattr__(given, "_checked", by_dtype)
-    q, k = (x.to(torch.promote_types(x.dtype, wide)) for x in (given.q, given.k))
-    if q is given.q and k is given.k:
-        return given
-    if wide not in by_dtype:  # one object for all layers, which keep what they compute of it
-        by_dtype[wide] = replace(given, q=q, k=k)
+        object.__setattr__(positions, "_checked", by_dtype)
+    q, k = (x.to(torch.promote_types(x.dtype, wide)) for x in (positions.q, positions.k))
+    if q is positions.q and k is positions.k:
+        return positions
+    if wide not in by_dtype:  # one object for all layers, since encodings cache what they compute from it
+        by_dtype[wide] = replace(positions, q=q, k=k)
     return by_dtype[wide]
 
 
@@ -188,25 +204,35 @@ def _check_largest(k: Tensor, dtype: torch.dtype) -> None:
         raise UserError(f"position {largest:.17g} is beyond {EXACT[dtype]}, what {kind} can count: {remedy}")
 
 
-def check_notes(encoding: Encoding, notes: Tensor | None, q: Tensor, m: int) -> None:
-    """Check what an encoding is to read of each of m tokens.
+def check_token_features(encoding: Encoding, features: Tensor | None, q: Tensor, m: int) -> None:
+    """Check the token features of an encoding.
+
+    Args:
+        encoding: that receives them.
+        features: (B, H, m, E), or None.
+        q: (B, H, n, D).
+        m: number of keys.
 
     Raises:
-        UserError: notes (B, H, m, E) are missing, not wanted, or not those of these tokens.
+        UserError: features are missing, not used by the encoding, or do not fit the tokens.
     """
     shape = (*q.shape[:2], m)
     name = type(encoding).__name__
-    if encoding.has_token_features and notes is None:
-        raise UserError(f"{name} reads a layer's input: give notes=encoding.note(x), or use RelativeAttention")
-    if notes is not None and not encoding.has_token_features:
-        raise UserError(f"{name} takes no notes: leave them out")
-    if notes is None:
-        return
-    check_tensor("notes", notes)
-    if notes.dim() != 4 or notes.shape[:3] != shape:
-        raise UserError(f"notes are of shape {tuple(notes.shape)}, where attention has {(*shape, 'E')}: give them all")
-    if notes.device != q.device or notes.dtype not in FLOATS:
+    if encoding.has_token_features and features is None:
         raise UserError(
-            f"notes are {notes.dtype} on {notes.device} and q is on {q.device}: give them in a floating-point dtype of "
-            "16 bits or more, on q's device"
+            f"{name} reads a layer's input: give features=encoding.token_features(x), or use RelativeAttention"
+        )
+    if features is not None and not encoding.has_token_features:
+        raise UserError(f"{name} takes no features: leave them out")
+    if features is None:
+        return
+    check_tensor("features", features)
+    if features.dim() != 4 or features.shape[:3] != shape:
+        raise UserError(
+            f"features are of shape {tuple(features.shape)}, where attention has {(*shape, 'E')}: give them all"
+        )
+    if features.device != q.device or features.dtype not in FLOAT_DTYPES:
+        raise UserError(
+            f"features are {features.dtype} on {features.device} and q is on {q.device}: give them in a "
+            "floating-point dtype of 16 bits or more, on q's device"
         )

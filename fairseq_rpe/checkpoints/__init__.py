@@ -1,1 +1,1 @@
-"""Checkpoints: reading and validating them, and the model sizes that architecture names stand for."""
+"""Reading and validating checkpoints, and the model sizes of the architectures."""

@@ -1,4 +1,4 @@
-"""Checkpoint files from anywhere: looked through before they are read, and nothing in them is ever run."""
+"""Safe reading of checkpoint files from any source: files are verified first, and no code in them is executed."""
 
 import functools
 import pickle
@@ -10,67 +10,72 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.core.errors import UserError, os_line
+from fairseq_rpe.core.errors import UserError, oserror_message
 
-_MOST_PICKLE = 2**24  # bytes of names and settings: 100,000 tensors have 13 million
-_BEFORE_ZIP = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch before 1.6 begins a file with
+_MAX_PICKLE = 2**24  # bytes of names and settings; 100,000 tensors need 13 million
+_BEFORE_ZIP = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of files of torch before 1.6
 
 
-def check(path: Path) -> None:
-    """Refuse what is no whole file of ``torch.save``, from the directory of its zip and every part's checksum.
+def check_file(path: Path) -> None:
+    """Check that a file is an intact file of ``torch.save``, by its zip directory and the checksums of all parts.
 
-    The checksums take 0.3 seconds of processor time per GB and 1 MiB of memory. A file that was found to be whole is
-    not read for them again by this process, unless it has changed. Files of torch before 1.6 are no zips and have none.
-    Raises UserError: what is wrong, and where.
+    The checksums take 0.3 seconds of processor time per GB and 1 MiB of memory. This process verifies a file only once
+    unless it has changed. Files of torch before 1.6 are not zip files and have no checksums.
+
+    Args:
+        path: The checkpoint.
+
+    Raises:
+        UserError: The file is missing, is not a checkpoint, or is damaged.
     """
     try:
         status = path.stat()
     except FileNotFoundError:
         raise UserError(f"checkpoint {path} does not exist") from None
     except OSError as error:
-        raise UserError(f"checkpoint {os_line(error, path)}") from None
+        raise UserError(f"checkpoint {oserror_message(error, path)}") from None
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"checkpoint {path} is not a file: name a file of fairseq-train's, such as checkpoint_last.pt")
     try:
         _check(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise damaged(path, str(error) if isinstance(error, _Fault) else "not a zip file of torch's") from None
+        raise damaged_error(path, str(error) if isinstance(error, _Fault) else "not a zip file of torch's") from None
     except OSError as error:
-        raise UserError(f"checkpoint {os_line(error, path)}") from None
+        raise UserError(f"checkpoint {oserror_message(error, path)}") from None
 
 
 class _Fault(ValueError):
-    """What is wrong with a file, in words."""
+    """Damage of a file; the message describes it."""
 
 
 @functools.lru_cache(maxsize=64)
 def _check(path: Path, *_stamp: int) -> None:
     size = _stamp[2]
     if not _is_zip(path):
-        if _begins(path) != _BEFORE_ZIP:
+        if _first_bytes(path) != _BEFORE_ZIP:
             raise _Fault("it is empty" if not size else "not a file of torch's")
         return
     with zipfile.ZipFile(path) as archive:
-        parts = archive.infolist()
-        if len({part.filename.lower() for part in parts}) < len(parts):
+        members = archive.infolist()
+        if len({member.filename.lower() for member in members}) < len(members):
             raise _Fault("two parts of the same name")
-        for part in parts:
-            if part.compress_type != zipfile.ZIP_STORED or part.compress_size != part.file_size:
-                raise _Fault(f"{part.filename} in it is compressed, which torch never does")
-        if sum(part.file_size for part in parts) > size:
+        for member in members:
+            if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+                raise _Fault(f"{member.filename} in it is compressed, which torch never does")
+        if sum(member.file_size for member in members) > size:
             raise _Fault("its parts are larger than the file")
-        if sum(part.filename.endswith("/data.pkl") for part in parts) != 1:
+        if sum(member.filename.endswith("/data.pkl") for member in members) != 1:
             raise _Fault("not a file of torch's")
-        if (wrong := archive.testzip()) is not None:
-            raise _Fault(f"the checksum of {wrong} in it is wrong")
+        if (damaged_part := archive.testzip()) is not None:
+            raise _Fault(f"the checksum of {damaged_part} in it is wrong")
 
 
 def _is_zip(path: Path) -> bool:
-    """By its first bytes, as torch decides it: any file can end like a zip."""
-    return _begins(path)[:4] == b"PK\x03\x04"
+    """Whether a file is a zip file by its first bytes, as torch decides it: any file can end like a zip file."""
+    return _first_bytes(path)[:4] == b"PK\x03\x04"
 
 
-def _begins(path: Path) -> bytes:
+def _first_bytes(path: Path) -> bytes:
     with open(path, "rb") as file:
         return file.read(len(_BEFORE_ZIP))
 
@@ -83,40 +88,48 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def damaged(path: Path, why: str) -> UserError:
-    """The message about a file that cannot be read as a checkpoint."""
+def damaged_error(path: Path, why: str) -> UserError:
+    """Return the error for a file that cannot be read as a checkpoint."""
     return UserError(f"{path} is not a checkpoint, or damaged ({why}): copy or train it again")
 
 
-def read(path: Path) -> tuple[Any, Counter[int]]:
-    """What a checkpoint holds, its tensors left on disk, and how many of its parts have as many bytes.
+def read_file(path: Path) -> tuple[Any, Counter[int]]:
+    """Read a checkpoint with memory-mapped tensors.
 
-    Raises UserError: :func:`check` refuses the file, or it holds more than weights and settings.
+    Args:
+        path: The checkpoint.
+
+    Returns:
+        The contents, and the number of tensor parts of the file by their size in bytes.
+
+    Raises:
+        UserError: :func:`check_file` refuses the file, or it contains more than weights and settings.
     """
-    check(path)
+    check_file(path)
     mapped, sizes = _is_zip(path), Counter[int]()
     if mapped:
         with zipfile.ZipFile(path) as archive:
-            sizes.update(part.file_size for part in archive.infolist() if "/data/" in part.filename)
-            size = next(part.file_size for part in archive.infolist() if part.filename.endswith("/data.pkl"))
-        if size > _MOST_PICKLE:
+            sizes.update(member.file_size for member in archive.infolist() if "/data/" in member.filename)
+            size = next(member.file_size for member in archive.infolist() if member.filename.endswith("/data.pkl"))
+        if size > _MAX_PICKLE:
             raise UserError(
                 f"checkpoint {path} is refused: {size} bytes of names and settings are more than a checkpoint has"
             )
-    import torch  # a file can be checked without it
+    import torch  # slow, and not needed to check a file
 
-    # Models without a dataclass save one, a mere record. Left so: fairseq loads a second time, by itself.
+    # Checkpoints of models without a dataclass contain a Namespace, a plain record. It stays allowed, because fairseq
+    # loads the file a second time.
     torch.serialization.add_safe_globals([Namespace])
     try:
-        # torch maps a file by its name alone, and as UTF-8, which a name in another locale's bytes is not
+        # torch maps a file by its name as UTF-8, which the bytes of a name in another locale may not be
         if mapped and _is_utf8(path):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True), sizes
         with open(path, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True), sizes
     except pickle.UnpicklingError as error:
-        # torch's own message advises to switch the protection off
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f" ({named[1]})" if named else ""
+        # not torch's message, which advises to disable the protection
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        what = f" ({match[1]})" if match else ""
         raise UserError(f"checkpoint {path} is refused: it holds more than weights and settings{what}") from None
-    except Exception as error:  # whatever foreign bytes make of torch's reader
-        raise damaged(path, f"torch cannot read it: {type(error).__name__}") from None
+    except Exception as error:  # foreign bytes can cause any error in torch's reader
+        raise damaged_error(path, f"torch cannot read it: {type(error).__name__}") from None

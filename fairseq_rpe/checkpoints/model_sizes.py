@@ -1,10 +1,18 @@
-"""The sizes of the model ``transformer_rpe_lm`` by the short names of its architectures."""
+"""Sizes of the model ``transformer_rpe_lm`` by the short names of its architectures."""
 
 from typing import NamedTuple
 
 
-class Size(NamedTuple):
-    """Layers, width of the model, attention heads, width of the feed-forward part and its activation."""
+class ModelSize(NamedTuple):
+    """Size of a model.
+
+    Attributes:
+        layers: Number of layers.
+        width: Embedding dimension.
+        heads: Number of attention heads.
+        ffn: Dimension of the feed-forward layers.
+        activation: Activation function of the feed-forward layers.
+    """
 
     layers: int
     width: int
@@ -13,21 +21,21 @@ class Size(NamedTuple):
     activation: str
 
 
-SIZES = {
-    "tiny": Size(2, 128, 4, 512, "relu"),
-    "small": Size(3, 192, 4, 768, "gelu"),
-    "wiki103": Size(6, 512, 8, 2048, "relu"),
-    "base": Size(12, 768, 12, 3072, "relu"),
-    "large": Size(24, 1024, 16, 4096, "gelu"),
+MODEL_SIZES = {
+    "tiny": ModelSize(2, 128, 4, 512, "relu"),
+    "small": ModelSize(3, 192, 4, 768, "gelu"),
+    "wiki103": ModelSize(6, 512, 8, 2048, "relu"),
+    "base": ModelSize(12, 768, 12, 3072, "relu"),
+    "large": ModelSize(24, 1024, 16, 4096, "gelu"),
 }
 ARCH_PREFIX = "transformer_rpe_lm_"
 
 
-def full_name(arch: str) -> str:
-    """``tiny`` stands for ``transformer_rpe_lm_tiny``; a full name stays as it is."""
-    return ARCH_PREFIX + arch if arch in SIZES else arch
+def full_arch_name(arch: str) -> str:
+    """Return the full name of an architecture: ``tiny`` is ``transformer_rpe_lm_tiny``; full names are unchanged."""
+    return ARCH_PREFIX + arch if arch in MODEL_SIZES else arch
 
 
-def size_of(arch: str) -> Size | None:
-    """The size of an architecture by either of its names; ``None``: one of the user's own."""
-    return SIZES.get(arch.removeprefix(ARCH_PREFIX))
+def find_size(arch: str) -> ModelSize | None:
+    """Return the size of an architecture by its short or full name, or None for a user's architecture."""
+    return MODEL_SIZES.get(arch.removeprefix(ARCH_PREFIX))

@@ -1,35 +1,36 @@
-"""``eval``: what fairseq-eval-lm gives at several lengths, every token of the set accounted for."""
+"""``eval``: the perplexity of a checkpoint at several lengths; every token of the split is scored once."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fairseq_rpe.cli.options import add_checkpoint, add_no_cache, int_list, positive_int
+from fairseq_rpe.cli.options import add_checkpoint_options, add_no_cache, int_list, positive_int
 from fairseq_rpe.cli.printing import Column, ResultPrinter, add_json, decimals, seconds
-from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.records import from_attributes
 
 if TYPE_CHECKING:
     from fairseq_rpe.evaluation.records import TextResult
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``eval``."""
     parser.description = (
-        "Prints a table of the perplexity at each length, and its ratio to that at the training length; a length "
-        "already in --out is not measured again."
+        "Print the perplexity at each length and its ratio to the perplexity at the training length; lengths whose "
+        "results are in --out are not measured again."
     )
-    add_checkpoint(parser)
+    add_checkpoint_options(parser)
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
-    about = "tokens per block (default: 1, 2, 4, 8 and 16 training lengths, as far as the split and positions reach)"
+    about = "tokens per block (default: 1, 2, 4, 8 and 16 training lengths, as far as split and positions allow)"
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
     add_json(parser)
-    about = "across documents, or each document cut alone (default: as in the checkpoint's training)"
+    about = "blocks across documents or within each document (default: as in the checkpoint's training)"
     parser.add_argument("--blocks", choices=("stream", "document"), help=about)
-    about = "each token sees its own document alone in blocks of a stream (default: as in the checkpoint's training)"
+    about = "in blocks of a stream, tokens attend only to their own document (default: as in training)"
     parser.add_argument("--separate-documents", action=argparse.BooleanOptionalAction, help=about)
-    parser.add_argument("--subset", default="test", help="split to score (default: test)")
+    parser.add_argument("--split", default="test", help="split to score (default: test)")
     parser.add_argument(
-        "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one block)"
+        "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (default: 2048, at least one block)"
     )
     parser.add_argument(
         "--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (default: the checkpoint's)"
@@ -40,41 +41,44 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--attention-prune",
         type=float,
         metavar="EPS",
-        help="leave out far keys that provably hold less than EPS of a query's attention (default: exact)",
+        help="skip far keys that provably hold less than EPS of a query's attention (default: exact)",
     )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks per batch (default: no limit)")
-    about = "average the losses over K independent draws of random positions for each block (1)"
-    parser.add_argument("--draws", type=positive_int, metavar="K", help=about)
+    about = "random position samples per block, over which losses are averaged (default: 1)"
+    parser.add_argument("--position-samples", type=positive_int, metavar="K", help=about)
     parser.add_argument(
         "--engine",
         choices=("fast", "fairseq"),
         default="fast",
-        help="fast: the model loaded once, no logits in memory; fairseq: fairseq-eval-lm itself, for any model; "
-        "the same numbers (default: %(default)s)",
+        help="fast: loads the model once and never stores all logits; fairseq: runs fairseq-eval-lm, for any model; "
+        "both give the same numbers (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.evaluation.records import TextKey, TextRequest, TextResult, resumed
+    """Run ``eval``."""
+    from fairseq_rpe.evaluation.records import TextKey, TextRequest, TextResult, resume_results
 
     if args.lengths is None:
-        from fairseq_rpe.evaluation.lengths import default_lengths
+        from fairseq_rpe.evaluation.checkpoint_defaults import default_lengths
 
-        args.lengths = default_lengths(args.checkpoint, args.data, args.subset, args.rpe, args.positions, args.blocks)
-    request = filled(TextRequest, args)
+        args.lengths = default_lengths(
+            args.checkpoint, args.data, args.split, args.rpe, args.positions_eval, args.blocks
+        )
+    request = from_attributes(TextRequest, args)
     if request.rpe is not None:
-        from fairseq_rpe.evaluation.replaced_encoding import with_checkpoint_rotation
+        from fairseq_rpe.evaluation.checkpoint_defaults import with_checkpoint_rotation
 
         request = with_checkpoint_rotation(request)
 
     def begin(_: Sequence[TextKey]) -> Callable[[TextKey], TextResult]:
-        from fairseq_rpe.evaluation.perplexity import measuring
+        from fairseq_rpe.evaluation.perplexity import make_evaluator
 
-        return measuring(request)
+        return make_evaluator(request)
 
     rows = _Rows(request.lengths, args.json)
     try:
-        for result in resumed(TextResult, args.out, request.keys(), begin):
+        for result in resume_results(TextResult, args.out, request.keys(), begin):
             rows.add(result)
     finally:
         rows.flush()

@@ -1,40 +1,43 @@
-"""``accuracy``: exact answers to an algorithmic task by number of items, by greedy decoding with the cache."""
+"""``eval-task``: exact-match accuracy on an algorithmic task by number of items, decoded greedily with the cache."""
 
 import argparse
 import functools
 
-from fairseq_rpe.cli.options import add_checkpoint, int_list, number_list, positive_int
+from fairseq_rpe.cli.options import add_checkpoint_options, float_list, int_list, positive_int
 from fairseq_rpe.cli.printing import Column, ResultPrinter, add_json, seconds
 from fairseq_rpe.utils.progress import Progress
-from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.records import from_attributes
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``eval-task``."""
     parser.description = (
-        "Prints a table of the exact answers by number of items, and depth; what is in --out is not measured again."
+        "Print the exact-match accuracy by number of items, and by depth if the task has one. Results in --out are not "
+        "measured again."
     )
-    add_checkpoint(parser)
+    add_checkpoint_options(parser)
     add_json(parser)
     parser.add_argument("--split", default="test", choices=("train", "valid", "test"), help="default: test")
-    parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="numbers of items (default: all there are)")
-    about = "where the answer stands, 0 first, 1 last; for passkey and retrieval (default: the task's own)"
-    parser.add_argument("--depths", type=number_list, metavar="X,X,...", help=about)
-    about = "unit of interpolation's ratio M/L (default: items)"
-    parser.add_argument("--unit", choices=("items", "tokens"), default="items", help=about)
+    parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="numbers of items (default: all)")
+    about = "depths of the answer, 0 first, 1 last; for passkey and retrieval (default: the task's)"
+    parser.add_argument("--depths", type=float_list, metavar="X,X,...", help=about)
+    about = "unit of the interpolation ratio M/L (default: items)"
+    parser.add_argument("--ratio-unit", choices=("items", "tokens"), default="items", help=about)
     parser.add_argument("--batch-size", type=positive_int, default=256, metavar="N", help="default: 256")
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.evaluation.exact_match import algorithm_of, measuring
-    from fairseq_rpe.evaluation.records import AnswerRequest, AnswerResult, resumed
-    from fairseq_rpe.evaluation.replaced_encoding import with_checkpoint_rotation
+    """Run ``eval-task``."""
+    from fairseq_rpe.evaluation.checkpoint_defaults import with_checkpoint_rotation
+    from fairseq_rpe.evaluation.exact_match import checkpoint_algorithm, make_evaluator
+    from fairseq_rpe.evaluation.records import ExactMatchRequest, ExactMatchResult, resume_results
     from fairseq_rpe.runs import checkpoints
 
-    request = with_checkpoint_rotation(filled(AnswerRequest, args))
+    request = with_checkpoint_rotation(from_attributes(ExactMatchRequest, args))
     checkpoint = checkpoints.load(request.checkpoint)
-    algorithm = algorithm_of(checkpoint)
+    algorithm = checkpoint_algorithm(checkpoint)
     with Progress(algorithm.spec, "tokens") as bar:
-        begin, keys = functools.partial(measuring, request, checkpoint, bar), request.keys(algorithm)
+        begin, keys = functools.partial(make_evaluator, request, checkpoint, bar), request.keys(algorithm)
         deep = any(key.depth is not None for key in keys)
         depth = [Column("depth", 6, lambda r: "" if r.depth is None else f"{r.depth:g}")] if deep else []
         columns = [
@@ -45,6 +48,6 @@ def run(args: argparse.Namespace) -> None:
             Column("examples", 9, lambda r: f"{r.examples:,}"),
             Column("seconds", 9, seconds),
         ]
-        printer = ResultPrinter(columns, args.json, bar.say)
-        for result in resumed(AnswerResult, args.out, keys, begin):
+        printer = ResultPrinter(columns, args.json, bar.write)
+        for result in resume_results(ExactMatchResult, args.out, keys, begin):
             printer.add(result)

@@ -1,66 +1,67 @@
-"""``extend``: train a checkpoint further, on longer texts and with another rotary setting; compare before and after."""
+"""``extend``: fine-tune a checkpoint on longer texts and compare it before and after."""
 
 import argparse
 from pathlib import Path
 
 from fairseq_rpe.cli.options import (
-    LESS_WARMUP,
+    SHORT_WARMUP,
+    add_figure_width,
     add_latex,
-    add_optimiser,
+    add_optimizer_options,
     add_rpe_module,
-    add_width,
     int_list,
     positive_int,
     rate,
     seed,
     spec,
 )
-from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.records import from_attributes
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``extend``."""
     parser.description = (
-        "Architecture, dropout and whatever is not said here are the checkpoint's, and its training length stays the "
-        "new checkpoint's own. Rerunning the same command resumes a run that was stopped."
+        "Fine-tune a checkpoint on longer texts, perhaps with another rotary setting. Settings that are not given are "
+        "the checkpoint's, and the new checkpoint keeps its training length. Rerunning the same command resumes."
     )
-    parser.add_argument("finetune_from", type=Path, metavar="CHECKPOINT", help="of a model trained on shorter texts")
+    parser.add_argument("finetune_from", type=Path, metavar="CHECKPOINT", help="model trained on shorter texts")
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder with its vocabulary")
-    parser.add_argument(
-        "--tokens", type=positive_int, required=True, metavar="N", help="length of the further training"
-    )
+    about = "text length of the fine-tuning in tokens"
+    parser.add_argument("--tokens", type=positive_int, required=True, metavar="N", help=about)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for checkpoints and results")
-    about = 'default: the checkpoint\'s; e.g. "rope:scaling=yarn,factor=auto"'
+    about = 'encoding (default: the checkpoint\'s), e.g. "rope:scaling=yarn,factor=auto"'
     parser.add_argument("--rpe", type=spec, metavar="SPEC", help=about)
-    about = "default: the checkpoint's; pose:target=M trains for M tokens on texts of --tokens N"
+    about = "position transform in training (default: the checkpoint's); pose:target=M trains for M tokens on N"
     parser.add_argument("--positions-train", type=spec, metavar="SPEC", help=about)
-    about = "default: the checkpoint's, or what --positions-train names"
+    about = "position transform in evaluation (default: the checkpoint's, or the one that --positions-train implies)"
     parser.add_argument("--positions-eval", type=spec, metavar="SPEC", help=about)
-    about = "to evaluate at, the checkpoint's is always added (default: it is doubled up to the new one)"
+    about = "lengths to evaluate; the checkpoint's is always added (default: doubled from the old to the new length)"
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
-    parser.add_argument("--subset", default="test", help="split to score (default: test)")
+    parser.add_argument("--split", default="test", help="split to score (default: test)")
     parser.add_argument("--updates", type=positive_int, metavar="N", help="default: 100 for tiny, else 1000")
-    about = "per process (default: as many tokens as by train's default at the checkpoint's length)"
+    about = "sequences per process (default: as many tokens as train has at the checkpoint's length)"
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
     parser.add_argument("--lr", type=rate, help="peak learning rate (default: a quarter of train's)")
-    about = f"default: 10 for tiny, else 20; {LESS_WARMUP}"
+    about = f"updates of warm-up (default: 10 for tiny, else 20; {SHORT_WARMUP})"
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=about)
-    add_optimiser(parser)
+    add_optimizer_options(parser)
     add_rpe_module(parser)
     parser.add_argument("--save-every", type=positive_int, metavar="N", help="updates between checkpoints")
     parser.add_argument("--seed", type=seed, default=1, help="default: 1")
-    add_width(parser)
+    add_figure_width(parser)
     add_latex(parser)
     parser.set_defaults(log=None)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run ``extend``."""
     from fairseq_rpe.reports.external_results import write_report
-    from fairseq_rpe.runs.settings import Request
+    from fairseq_rpe.runs.settings import TrainingRequest
     from fairseq_rpe.sweeps import context_extension
 
-    asked = filled(Request, args, rpe=args.rpe or "", save_dir=args.out)
-    wanted = context_extension.resolve(asked, args.lengths, args.subset)
-    found = context_extension.carry_out(wanted)
-    title = f"{args.finetune_from}, from {wanted.original} to {args.tokens} tokens"
-    drawn = {"width": args.figure_width, "latex": args.latex}
-    print(write_report(found, args.out, wanted.original, title=title, **drawn).text)
+    request = from_attributes(TrainingRequest, args, rpe=args.rpe or "", out=args.out)
+    extension = context_extension.resolve_extension(request, args.lengths, args.split)
+    results = context_extension.run_extension(extension)
+    title = f"{args.finetune_from}, from {extension.original_length} to {args.tokens} tokens"
+    layout = {"width": args.figure_width, "latex": args.latex}
+    print(write_report(results, args.out, extension.original_length, title=title, **layout).text)

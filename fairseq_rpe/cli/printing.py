@@ -1,4 +1,4 @@
-"""Results on standard output as they come: rows of a table, or with ``--json`` one JSON line each."""
+"""Prints results as soon as they are measured: rows of a table, or one JSON line each with ``--json``."""
 
 import argparse
 import json
@@ -6,62 +6,73 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fairseq_rpe.utils.table import rounded
+from fairseq_rpe.utils.table import format_number
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of results; ``text`` gives its cell of a result, at most ``width`` characters as a rule."""
+    """A column of a table of results.
+
+    Attributes:
+        head: title of the column.
+        width: characters of most cells.
+        text: returns the cell of a result.
+        left: align cells to the left.
+    """
 
     head: str
     width: int
     text: Callable[[Any], str]
     left: bool = False
 
-    def padded(self, text: str) -> str:
+    def pad(self, text: str) -> str:
+        """Return the text of a cell, padded to the width of the column."""
         return text.ljust(self.width) if self.left else text.rjust(self.width)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option ``--json``, in commands that print results."""
+    """Add ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON line per result instead of a table")
 
 
 class ResultPrinter:
-    """Prints each result in a line, below a head.
+    """Prints one line per result, below a line of column titles.
 
     Args:
-        columns: of the table.
-        as_json: print the records as JSON lines instead, with all that they hold.
-        say: prints a line.
+        columns: columns of the table.
+        as_json: print complete records as JSON lines instead.
+        print_line: prints a line; None: ``print``.
     """
 
-    def __init__(self, columns: Sequence[Column], as_json: bool, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, columns: Sequence[Column], as_json: bool, print_line: Callable[[str], None] | None = None
+    ) -> None:
         self.columns, self.as_json = tuple(columns), as_json
-        self._say = say or (lambda line: print(line, flush=True))
-        self._begun = False
+        self._print_line = print_line or (lambda line: print(line, flush=True))
+        self._has_head = False
 
     def add(self, result: Any) -> None:
-        """Print a record of results."""
+        """Print one result."""
         if self.as_json:
-            self._say(json.dumps(result.record()))
+            self._print_line(json.dumps(result.to_json()))
             return
-        if not self._begun:
-            self._begun = True
-            self._line([column.head for column in self.columns])
-        self._line([column.text(result) for column in self.columns])
+        if not self._has_head:
+            self._has_head = True
+            self._print_cells([column.head for column in self.columns])
+        self._print_cells([column.text(result) for column in self.columns])
 
-    def _line(self, cells: Sequence[str]) -> None:
-        padded = (column.padded(cell) for column, cell in zip(self.columns, cells, strict=True))
-        self._say("  ".join(padded).rstrip())
+    def _print_cells(self, cells: Sequence[str]) -> None:
+        padded = (column.pad(cell) for column, cell in zip(self.columns, cells, strict=True))
+        self._print_line("  ".join(padded).rstrip())
 
 
 def decimals(value: float | None, digits: int = 2) -> str:
-    """A number for a narrow column: with thousands separated, in powers of ten where it is very large; "" for none."""
+    """Return a number for a narrow column, with thousands separators, in powers of ten from 1e7 on; "" for None."""
     if value is None:
         return ""
-    return rounded(value, f",.{digits}f" if abs(value) < 1e7 else f".{digits}e")
+    return format_number(value, f",.{digits}f" if abs(value) < 1e7 else f".{digits}e")
 
 
 def seconds(result: Any) -> str:
+    """Return the seconds of a result with one decimal."""
     return decimals(result.seconds, 1)

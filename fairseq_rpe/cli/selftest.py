@@ -1,55 +1,63 @@
-"""``selftest``: whether every backend computes every encoding rightly on this machine."""
+"""``selftest``: check every attention backend with every encoding on this machine against float64."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, words
+from fairseq_rpe.cli.options import add_device, add_rpe_module, spec_list
 from fairseq_rpe.utils.files import write_json
 
 _FILE = "selftest.json"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``selftest``."""
     parser.description = (
-        "Computes attention with every encoding, backend and number type: forward, backward, padded on the left, one "
-        "query against cached keys, unevenly spaced positions. Prints errors against the reference in float64, as "
-        "multiples of what is allowed (1 is the limit), with times. What a backend refuses is no failure."
+        "Compute attention with every encoding, backend and dtype: forward, backward, left padding, one query with "
+        "cached keys, unevenly spaced positions. Print errors against the float64 reference as multiples of the "
+        "tolerance (1 is the limit), and times. Combinations that a backend does not support are not failures."
     )
-    parser.add_argument("--encodings", type=words, default=(), metavar='"SPEC ..."', help="default: all")
-    parser.add_argument("--backends", type=words, default=("all",), metavar='"NAME ..."', help="default: all")
-    about = "fp32, bf16, fp16 (default: fp32,bf16)"
-    parser.add_argument("--dtype", dest="dtypes", type=words, default=("fp32", "bf16"), metavar="NAME,...", help=about)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {_FILE}, to attach to a report")
+    parser.add_argument(
+        "--encodings", type=spec_list, default=(), metavar='"SPEC ..."', help="encodings to check (default: all)"
+    )
+    parser.add_argument(
+        "--backends", type=spec_list, default=("all",), metavar='"NAME ..."', help="backends to check (default: all)"
+    )
+    about = "dtypes among fp32, bf16, fp16 (default: fp32,bf16)"
+    parser.add_argument(
+        "--dtype", dest="dtypes", type=spec_list, default=("fp32", "bf16"), metavar="NAME,...", help=about
+    )
+    add_device(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {_FILE}, to attach to a bug report")
     add_rpe_module(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run ``selftest``."""
     from tqdm import tqdm
 
     from fairseq_rpe import __version__
     from fairseq_rpe.analysis import selftest
     from fairseq_rpe.data.folder import check_output
-    from fairseq_rpe.runs.environment import commit
-    from fairseq_rpe.utils.devices import chosen
-    from fairseq_rpe.utils.files import PACKAGE
-    from fairseq_rpe.utils.records import filled
+    from fairseq_rpe.runs.environment import git_commit
+    from fairseq_rpe.utils.devices import resolve_device
+    from fairseq_rpe.utils.files import PACKAGE_DIR
+    from fairseq_rpe.utils.records import from_attributes
 
-    setting = filled(selftest.Setting, args, device=chosen(args.device))
+    setting = from_attributes(selftest.SelftestSetting, args, device=resolve_device(args.device))
     setting.check()
     if args.out is not None:
         check_output(args.out, (_FILE,))
-    about, cells = {"fairseq_rpe": __version__, "commit": commit(PACKAGE)}, []
+    about, cells = {"fairseq_rpe": __version__, "commit": git_commit(PACKAGE_DIR)}, []
     tests = setting.tests()
     for number, test in enumerate(tqdm(tests, disable=None, unit="encoding"), 1):
         cells += test()
-        if args.out is not None:  # what there is, should this be stopped
-            found = selftest.document(setting, cells, about, complete=number == len(tests))
-            write_json(args.out / _FILE, found)
-    print("\n".join([*(table.markdown() for table in selftest.tables(cells)), *selftest.reasons(cells)]))
+        if args.out is not None:  # partial results in case this is interrupted
+            document = selftest.as_document(setting, cells, about, complete=number == len(tests))
+            write_json(args.out / _FILE, document)
+    print("\n".join([*(table.to_markdown() for table in selftest.tables(cells)), *selftest.reasons(cells)]))
     print(selftest.summary(cells))
     failed = any(cell.state == selftest.FAILED for cell in cells)
     if failed:
-        print("error: some backends do not compute here what they should", file=sys.stderr)
+        print("error: some backends compute wrong results on this machine", file=sys.stderr)
     return int(failed)

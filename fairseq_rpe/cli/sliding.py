@@ -1,24 +1,32 @@
-"""``sliding``: perplexity and time of sliding-window against non-overlapping evaluation, window by window."""
+"""``sliding``: compare perplexity and time of sliding-window and non-overlapping evaluation at several windows."""
 
 import argparse
 from operator import attrgetter
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, int_list, positive_int, workers
+from fairseq_rpe.cli.options import (
+    add_checkpoints_options,
+    add_figure_width,
+    add_latex,
+    int_list,
+    positive_int,
+    workers,
+)
 from fairseq_rpe.utils.files import atomic_write
-from fairseq_rpe.utils.records import filled
-from fairseq_rpe.utils.table import csv_text, latex_text
+from fairseq_rpe.utils.records import from_attributes
+from fairseq_rpe.utils.table import csv_text, join_latex
 
 _RESULTS, _CSV, _MARKDOWN, _LATEX = (f"sliding.{end}" for end in ("jsonl", "csv", "md", "tex"))
 _PNG, _PDF = "sliding.png", "sliding.pdf"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``sliding``."""
     parser.description = (
-        "Scores every token at each window without overlap and with a sliding window, and compares perplexity and "
-        "time; a result that is already in --out is not redone."
+        "Score every token at each window size, without overlap and with a sliding window, and compare perplexity and "
+        "time. Results in --out are not measured again."
     )
-    add_checkpoints(parser)
+    add_checkpoints_options(parser)
     parser.add_argument(
         "--windows",
         type=int_list,
@@ -30,51 +38,52 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--stride", type=positive_int, default=1, metavar="N", help="tokens by which the window moves (default: 1)"
     )
     parser.add_argument(
-        "--first-tokens", type=positive_int, metavar="N", help="score this many tokens only, both ways (default: all)"
+        "--first-tokens", type=positive_int, metavar="N", help="score only the first N tokens (default: all)"
     )
-    about = "windows across documents, or in each document alone (default: as in the checkpoints' training)"
+    about = "windows across documents or within each document (default: as in the checkpoints' training)"
     parser.add_argument("--blocks", choices=("stream", "document"), help=about)
-    parser.add_argument(
-        "--cached", action="store_true", help="also slide with cached keys and values; refused where that is not exact"
-    )
+    parser.add_argument("--cached", action="store_true", help="also slide with a KV cache, where that is exact")
     parser.add_argument(
         "--workers",
         type=workers,
         default=0,
         metavar="N",
-        help="processes that cut the windows; same result (default: 0)",
+        help="processes that make the windows; do not change the result (default: 0)",
     )
     parser.add_argument(
-        "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one window)"
+        "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (default: 2048, at least one window)"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/sliding"), metavar="DIR", help="default: %(default)s")
-    add_width(parser)
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/sliding"), metavar="DIR", help="folder to write (default: %(default)s)"
+    )
+    add_figure_width(parser)
     add_latex(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run ``sliding``."""
     from fairseq_rpe.data.folder import check_output
     from fairseq_rpe.evaluation import sliding
-    from fairseq_rpe.evaluation.loading import find_subjects
+    from fairseq_rpe.evaluation.loading import label_checkpoints
     from fairseq_rpe.figures import timing
-    from fairseq_rpe.figures.style import drawn_at, save
+    from fairseq_rpe.figures.style import figures_at_width, save
 
-    subjects = find_subjects(args.checkpoints, args.rpe_module)
-    request = sliding.with_blocks(filled(sliding.SlidingRequest, args), subjects)
-    request.check()
+    subjects = label_checkpoints(args.checkpoints, args.rpe_module)
+    request = sliding.with_blocks(from_attributes(sliding.SlidingRequest, args), subjects)
+    request.tokens_to_score()
     check_output(args.out, (_RESULTS, _CSV, _MARKDOWN, _LATEX, _PNG, _PDF))
-    rows = sliding.compare(request, subjects, args.out / _RESULTS)
+    rows = sliding.compare_windows(request, subjects, args.out / _RESULTS)
     text = sliding.markdown(rows)
     print(text)
     atomic_write(args.out / _CSV, csv_text(sliding.COLUMNS, map(attrgetter(*sliding.COLUMNS), rows)))
     atomic_write(args.out / _MARKDOWN, text)
     if args.latex:
-        atomic_write(args.out / _LATEX, latex_text([sliding.by_window(rows), sliding.together(rows)]))
-    points = [timing.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
+        atomic_write(args.out / _LATEX, join_latex([sliding.window_table(rows), sliding.total_time_table(rows)]))
+    points = [timing.WindowTiming(row.encoding, row.mode, row.window, row.ppl, row.relative or 0.0) for row in rows]
     trained = sorted({subject.train_length for subject in subjects})
     means = sliding.reference_means(rows, subjects)
-    with drawn_at(args.figure_width):
-        figure = timing.of_windows(points, args.stride, sliding.PUBLISHED, trained, means)
+    with figures_at_width(args.figure_width):
+        figure = timing.draw_window_timing(points, args.stride, sliding.PUBLISHED_RELATIVE_TIME, trained, means)
         save(figure, args.out / _PNG, args.out / _PDF)
     print(f"results: {args.out / _CSV}")
     print(f"figure:  {args.out / _PNG}")

@@ -1,4 +1,4 @@
-"""``sweep``: train several methods and evaluate each, nothing twice."""
+"""``sweep``: train several methods and evaluate each of them."""
 
 import argparse
 import inspect
@@ -6,89 +6,95 @@ import re
 import sys
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_training, int_list, positive_int, processes, seed_list, words
-from fairseq_rpe.core.errors import UserError, need_fairseq
+from fairseq_rpe.cli.options import add_training_options, int_list, positive_int, processes, seed_list, spec_list
+from fairseq_rpe.core.errors import UserError, require_fairseq
 from fairseq_rpe.data.folder import check_not_data
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.runs.run_folder import check_no_run
-from fairseq_rpe.runs.settings import Request
+from fairseq_rpe.runs.settings import TrainingRequest
 from fairseq_rpe.sweeps import fine_tuning_grid, grid, recipes, run_sweep, slurm
-from fairseq_rpe.sweeps.resolve import Sweep, resolve
+from fairseq_rpe.sweeps.resolve import Sweep, build_sweep
 from fairseq_rpe.sweeps.sweep_record import SweepFolder
-from fairseq_rpe.utils.files import check_folder, lock, read_json_lines
-from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.files import check_output_folder, exclusive_lock, read_json_lines
+from fairseq_rpe.utils.records import from_attributes
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = "May be stopped at any time: rerunning it resumes and redoes nothing."
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``sweep``."""
+    parser.description = "Rerunning the same command resumes an interrupted sweep and repeats nothing."
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
     parser.add_argument(
-        "--algorithms", type=words, metavar='"SPEC ..."', help='in place of DATA: generated tasks, e.g. "copy sort"'
+        "--algorithms", type=spec_list, metavar='"SPEC ..."', help='instead of DATA: generated tasks, e.g. "copy sort"'
     )
-    parser.add_argument("--encodings", type=words, metavar='"SPEC SPEC ..."', help="separated by blanks or commas")
     parser.add_argument(
-        "--recipe", metavar="NAME", help=f"in place of --encodings: {', '.join(recipes.names())} or FILE"
+        "--encodings", type=spec_list, metavar='"SPEC SPEC ..."', help="encodings, separated by blanks or commas"
     )
-    parser.add_argument("--scale", metavar="NAME", help="size of the recipe (default: laptop)")
-    parser.add_argument("--methods", type=words, metavar='"NAME ..."', help="some of the recipe's methods, or all")
     parser.add_argument(
-        "--lengths", type=int_list, metavar="N,N,...", help="tokens, the training length is always added; or items"
+        "--recipe", metavar="NAME", help=f"instead of --encodings: {', '.join(recipes.names())} or FILE"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/RECIPE-SCALE)")
-    about = "also evaluate on this text, or ask these questions, with DATA's vocabulary (may be repeated)"
-    parser.add_argument("--eval-data", type=_text, action="append", default=[], metavar="NAME=DIR", help=about)
-    parser.add_argument("--subset", help="split to score (default: test; valid of questions)")
-    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="evaluation batch in tokens")
-    parser.add_argument("--seeds", type=seed_list, metavar="N,N,...", help="default: 1")
-    parser.add_argument("--jobs", type=processes, metavar="J", help="runs at a time (default: GPUs, or cores)")
+    parser.add_argument("--preset", metavar="NAME", help="size preset of the recipe (default: laptop)")
+    parser.add_argument("--methods", type=spec_list, metavar='"NAME ..."', help="some of the recipe's methods, or all")
+    parser.add_argument(
+        "--lengths",
+        type=int_list,
+        metavar="N,N,...",
+        help="lengths in tokens (the training length is always added) or numbers of items",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/RECIPE-PRESET)")
+    about = "also evaluate on this text or question data set, which has DATA's vocabulary (may be repeated)"
+    parser.add_argument("--eval-data", type=_named_folder, action="append", default=[], metavar="NAME=DIR", help=about)
+    parser.add_argument("--split", help="split to score (default: test; valid of questions)")
+    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="tokens per evaluation batch")
+    parser.add_argument("--seeds", type=seed_list, metavar="N,N,...", help="seeds of the runs (default: 1)")
+    parser.add_argument("--jobs", type=processes, metavar="J", help="runs in parallel (default: GPUs, or cores)")
     parser.add_argument(
         "--launcher",
         choices=("local", "slurm", "dry-run"),
         default="local",
-        help="this machine (default), a SLURM cluster, or only print the commands of either",
+        help="local: this machine (default); slurm: a SLURM cluster; dry-run: only print the commands",
     )
     parser.add_argument(
         "--slurm",
-        type=_setting,
+        type=_slurm_setting,
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="for --launcher slurm (may be repeated): partition, account, timeout_min, cpus_per_task, mem_gb, "
-        "constraint, additional_parameters.X … of submitit",
+        help="setting of submitit for --launcher slurm (may be repeated): partition, account, timeout_min, "
+        "cpus_per_task, mem_gb, constraint, additional_parameters.X …",
     )
-    add_training(parser)
+    add_training_options(parser)
 
 
-def _setting(text: str) -> tuple[str, str]:
+def _slurm_setting(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not value or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
         raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE")
-    if key in slurm.OURS:
-        raise argparse.ArgumentTypeError(f"'{key}' is not set here: {slurm.OURS[key]}")
+    if key in slurm.RESERVED_SETTINGS:
+        raise argparse.ArgumentTypeError(f"'{key}' cannot be set here: {slurm.RESERVED_SETTINGS[key]}")
     return key, value
 
 
-def _text(given: str) -> tuple[str, Path]:
-    name, equals, place = given.partition("=")
-    if not (name and equals and place):
-        raise argparse.ArgumentTypeError(f"'{given}' is not NAME=DIR, e.g. arxiv=data-bin/arxiv")
-    return name, Path(place)
+def _named_folder(text: str) -> tuple[str, Path]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=DIR, e.g. arxiv=data-bin/arxiv")
+    return name, Path(folder)
 
 
-def _on_slurm(args: argparse.Namespace) -> list[tuple[str, str]] | None:
-    """The settings of a command about SLURM, a dry run included; ``None`` if it is about this machine."""
+def _slurm_settings(args: argparse.Namespace) -> list[tuple[str, str]] | None:
+    """Return the SLURM settings, also of a dry run; None for runs on this machine."""
     if args.launcher == "local" and args.nodes > 1:
         raise UserError("--nodes: a sweep on several machines needs --launcher slurm; a single run: train --nodes")
     if args.launcher == "local" and args.slurm:
-        raise UserError("--slurm is for --launcher slurm (or dry-run): give that, or drop it")
+        raise UserError("--slurm needs --launcher slurm (or dry-run): give it, or drop --slurm")
     return args.slurm if args.launcher == "slurm" or args.slurm or args.nodes > 1 else None
 
 
-def resolved(args: argparse.Namespace) -> Sweep:
-    """The sweep that the command line asks for."""
-    own = [name for name in inspect.signature(resolve).parameters if name != "base"]
-    base = filled(Request, args, rpe="", save_dir=args.out, data=None, seed=1)
-    sweep = resolve(base, **{name: getattr(args, name) for name in own})
+def resolve_sweep(args: argparse.Namespace) -> Sweep:
+    """Return the sweep of a parsed command line."""
+    names = [name for name in inspect.signature(build_sweep).parameters if name != "base"]
+    base = from_attributes(TrainingRequest, args, rpe="", out=args.out, data=None, seed=1)
+    sweep = build_sweep(base, **{name: getattr(args, name) for name in names})
     if any(method.continues or method.rpe_eval for method in sweep.trained):
         from fairseq_rpe.sweeps.preflight import with_checkpoint_rotations
 
@@ -97,46 +103,50 @@ def resolved(args: argparse.Namespace) -> Sweep:
 
 
 def run(args: argparse.Namespace) -> int:
-    sweep = resolved(args)
-    on_slurm = _on_slurm(args)
+    """Run ``sweep``."""
+    sweep = resolve_sweep(args)
+    on_slurm = _slurm_settings(args)
     check_not_data("--out", sweep.out)
     check_no_run("--out", sweep.out)
     digest = run_sweep.check_data(sweep, dry=args.launcher == "dry-run")
-    unseen: set[str] = set()
-    if sweep.base.inspect_every:
+    without_bias: set[str] = set()
+    if sweep.base_request.log_encodings_every:
         from fairseq_rpe.sweeps import preflight
 
-        unseen = preflight.without_bias(sweep)
-    made = (fine_tuning_grid if sweep.questions else grid).make(sweep, digest, unseen)
-    run_sweep.check_lengths(sweep, made)
+        without_bias = preflight.encodings_without_bias(sweep)
+    build_runs = fine_tuning_grid.build_fine_tuning_runs if sweep.questions else grid.build_runs
+    runs = build_runs(sweep, digest, without_bias)
+    run_sweep.check_lengths(sweep, runs)
     if args.launcher == "dry-run":
         from fairseq_rpe.sweeps import preflight
 
-        preflight.check(sweep, made, here=False)
-        print("\n".join(run_sweep.commands(sweep, made, on_slurm)))
+        preflight.preflight(sweep, runs, trains_here=False)
+        print("\n".join(run_sweep.dry_run_lines(sweep, runs, on_slurm)))
         return 0
     if on_slurm is not None:
-        slurm.check()
-    check_folder(sweep.out)
+        slurm.check_slurm()
+    check_output_folder(sweep.out)
     folder = SweepFolder(sweep.out)
-    with lock(folder.lock, f"another sweep is running in {sweep.out}: wait for it, stop it or choose another --out"):
-        state = run_sweep.state(sweep, made)
-        left = {cell: work for cell in made if (work := cell.work_left())}
-        for line in run_sweep.left_out(made):
+    with exclusive_lock(
+        folder.lock, f"another sweep is running in {sweep.out}: wait for it, stop it or choose another --out"
+    ):
+        record = run_sweep.merged_record(sweep, runs)
+        remaining = {run: stages for run in runs if (stages := run.remaining_stages())}
+        for line in run_sweep.skipped_evaluations(runs):
             print(line, file=sys.stderr)
-        if left:
+        if remaining:
             from fairseq_rpe.sweeps import preflight
 
-            need_fairseq()
-            preflight.check(sweep, made, here=on_slurm is None or sweep.base.device == "cpu")
-        folder.write(run_sweep.noted(state, left))
-        failures = run_sweep.carry_out(sweep, left, made, on_slurm)
-        if any(read_json_lines(cell.folder.results) for cell in made):
-            text = None if left else report_files.text(folder)
+            require_fairseq()
+            preflight.preflight(sweep, runs, trains_here=on_slurm is None or sweep.base_request.device == "cpu")
+        folder.write_record(run_sweep.with_commands(record, remaining))
+        failures = run_sweep.run_sweep(sweep, remaining, runs, on_slurm)
+        if any(read_json_lines(run.folder.results) for run in runs):
+            text = None if remaining else report_files.current_summary(folder)
             if text is None:
-                from fairseq_rpe.reports.write import write
+                from fairseq_rpe.reports.write import write_report
 
-                text = write(folder).text
+                text = write_report(folder).text
             print(text)
     for line in failures:
         print(f"error: {line}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Every repair of fairseq 0.12.3 that this plugin makes, each with its reason, made when this room is imported.
+"""Patches of fairseq 0.12.3, each with its reason, applied when this package is imported.
 
-They are process-global patches of fairseq's own modules (and ``sys.excepthook`` for our one-line errors).
+They change fairseq's modules in the whole process, and ``sys.excepthook`` for one-line errors.
 """
 
 from fairseq_rpe.compat import quick_start  # noqa: F401  (first)
@@ -8,13 +8,13 @@ from fairseq_rpe.compat import quick_start  # noqa: F401  (first)
 # isort: split
 from fairseq_rpe.compat import board, epoch_batches, excepthook, safe_loading, safe_saving  # noqa: F401
 from fairseq_rpe.compat.flags import overrides
-from fairseq_rpe.compat.guards import guard_eval_lm, guard_module
-from fairseq_rpe.compat.safe_literals import evaluate_literal, literal_eval_only
+from fairseq_rpe.compat.guards import check_scored_tokens, count_scored_tokens
+from fairseq_rpe.compat.safe_literals import evaluate_literal, replace_eval
 
-__all__ = ["apply", "evaluate_literal", "guard_module", "overrides"]
+__all__ = ["apply", "count_scored_tokens", "evaluate_literal", "overrides"]
 
 
 def apply() -> None:
-    """Repair what is there once in each of fairseq's modules, in all that are loaded by now."""
-    literal_eval_only()
-    guard_eval_lm()
+    """Apply the patches that each loaded module of fairseq needs."""
+    replace_eval()
+    check_scored_tokens()

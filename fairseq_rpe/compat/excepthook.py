@@ -1,22 +1,22 @@
-"""One line for a user's mistake."""
+"""Prints user errors as one line instead of a traceback."""
 
 import os
 import sys
 from typing import Any
 
-from fairseq_rpe.compat.monkeypatch import replaces
-from fairseq_rpe.core.errors import DEBUG, UserError, told
+from fairseq_rpe.compat.monkeypatch import patch
+from fairseq_rpe.core.errors import DEBUG_VARIABLE, UserError, user_message
 
 
-@replaces(sys, "excepthook")
-def one_line_errors(original: Any, kind: Any, error: BaseException, trace: Any) -> None:
-    """Users of fairseq-train would see a traceback of fairseq's internals for a mistyped flag: show the line alone.
+@patch(sys, "excepthook")
+def print_one_line_error(original: Any, kind: Any, error: BaseException, trace: Any) -> None:
+    """Print one line for a UserError; fairseq-train would print a traceback of its internals for a mistyped flag.
 
-    fairseq wraps some failures in an exception of its own, so the one being handled counts too.
+    fairseq wraps some errors in an exception of its own, so the context of the exception counts too.
     """
-    ours = next((e for e in (error, error.__context__) if isinstance(e, UserError)), error)
-    said = told(ours)
-    if said is None or DEBUG in os.environ:
+    cause = next((e for e in (error, error.__context__) if isinstance(e, UserError)), error)
+    message = user_message(cause)
+    if message is None or DEBUG_VARIABLE in os.environ:
         original(kind, error, trace)
-    if said is not None:
-        print(f"error: {said}", file=sys.stderr)
+    if message is not None:
+        print(f"error: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Checks that a perplexity printed by fairseq-eval-lm is over every token of the set, with its true context."""
+"""Checks that fairseq-eval-lm scores every token of the set with its true context."""
 
 import logging
 import os
@@ -10,16 +10,16 @@ import torch
 from fairseq import utils
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
-from fairseq_rpe.compat.monkeypatch import replaces
+from fairseq_rpe.compat.monkeypatch import patch
 from fairseq_rpe.core.errors import UserError
 
 logger = logging.getLogger("fairseq_rpe.eval")
-_tokens = SimpleNamespace(expected=None, scored=0)  # in the evaluation at hand; None: not known
+_tokens = SimpleNamespace(expected=None, scored=0)  # in the current evaluation; expected is None if unknown
 
 
-@replaces(LanguageModelingTask, "eval_lm_dataloader")
-def guard_workers(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-    """A context window is kept in the collater, so several workers or shards feed wrong contexts: refuse."""
+@patch(LanguageModelingTask, "eval_lm_dataloader")
+def check_eval_workers(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a context window with several workers: it is kept in the collater, so contexts would be wrong."""
     shards = kwargs.get("num_shards", 1)
     if kwargs.get("context_window", 0) > 0 and max(kwargs.get("num_workers", 1), shards) > 1:
         raise UserError("--context-window is wrong with more than one worker or shard: use --num-workers 1")
@@ -30,9 +30,9 @@ def guard_workers(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: 
     return original(self, dataset, *args, **kwargs)
 
 
-@replaces(LanguageModelingTask, "setup_dictionary")
-def guard_data(original: Any, args: Any, **kwargs: Any) -> Any:
-    """A data folder that is not there ends in a traceback of fairseq's: say it in one line."""
+@patch(LanguageModelingTask, "setup_dictionary")
+def check_data_folder(original: Any, args: Any, **kwargs: Any) -> Any:
+    """Raise UserError for a missing data folder; fairseq prints a traceback."""
     if args.data:
         folder = utils.split_paths(args.data)[0]
         if not os.path.isfile(os.path.join(folder, "dict.txt")):
@@ -40,32 +40,33 @@ def guard_data(original: Any, args: Any, **kwargs: Any) -> Any:
     return original(args, **kwargs)
 
 
-@replaces(LanguageModelingTask, "load_dataset")
-def guard_split(original: Any, self: Any, split: str, *args: Any, **kwargs: Any) -> Any:
-    """So does a split that is not there."""
+@patch(LanguageModelingTask, "load_dataset")
+def check_split(original: Any, self: Any, split: str, *args: Any, **kwargs: Any) -> Any:
+    """Raise UserError for a missing split; fairseq prints a traceback."""
     try:
         return original(self, split, *args, **kwargs)
     except FileNotFoundError:
         raise UserError(f"data {self.args.data}: no split '{split}' there (no {split}.idx)") from None
 
 
-def guard_eval_lm() -> None:
-    """fairseq-eval-lm drops blocks longer than the model allows, to ppl 1.00 over zero tokens: count and compare."""
+def check_scored_tokens() -> None:
+    """Compare scored with expected tokens in fairseq-eval-lm, which silently drops blocks that are too long."""
     for name in ("fairseq_cli.eval_lm", "__main__"):
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "eval_lm") and hasattr(module, "SequenceScorer"):
-            guard_module(module)
+            count_scored_tokens(module)
 
 
-def guard_module(module: Any) -> None:
-    """Guard the ``eval_lm`` function of a module that holds fairseq's command; once is enough."""
+def count_scored_tokens(module: Any) -> None:
+    """Patch the ``eval_lm`` function of a module, once, to count scored tokens."""
     if hasattr(module.eval_lm, "__wrapped__"):
         return
 
     class CountingScorer(module.SequenceScorer):
-        """Counts the scores handed out and refuses ones that fairseq would leave out of the mean."""
+        """Counts scores, and refuses infinite and NaN scores, which fairseq would leave out of the mean."""
 
         def generate(self, models: Any, sample: Any, **kwargs: Any) -> Any:
+            """Return the hypotheses of a batch after counting their scores."""
             hypotheses = super().generate(models, sample, **kwargs)
             for best, *_ in hypotheses:
                 scores = best["positional_scores"]
@@ -78,7 +79,7 @@ def guard_module(module: Any) -> None:
 
     module.SequenceScorer = CountingScorer
 
-    @replaces(module, "eval_lm")
+    @patch(module, "eval_lm")
     def eval_lm(original: Any, *args: Any, remove_bos_token: bool = False, **kwargs: Any) -> Any:
         _tokens.scored = 0
         results = original(*args, remove_bos_token=remove_bos_token, **kwargs)

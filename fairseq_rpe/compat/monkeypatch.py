@@ -1,16 +1,21 @@
-"""A function of fairseq's in whose place one of ours is put."""
+"""Replaces functions of other modules."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 
-def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put the decorated function, which is given the original before all arguments, in the place of ``owner.name``."""
+def patch(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that replaces ``owner.name``; the decorated function gets the original as first argument.
+
+    Args:
+        owner: module or class.
+        name: function or method of it.
+    """
     original = getattr(owner, name)
 
-    def install(ours: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs)))
-        return ours
+    def install(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: replacement(original, *args, **kwargs)))
+        return replacement
 
     return install

@@ -1,4 +1,4 @@
-"""A quicker start: without scikit-learn, SciPy and torch's compiler until they are used; no advice on tensorboardX."""
+"""Faster imports: scikit-learn, SciPy and torch's compiler load on first use; no advice about tensorboardX."""
 
 import logging
 import sys
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 _COMPILER = "torch._dynamo"
-# What fairseq's criterion sentence_prediction and task audio_classification import for their scores.
+# imported by fairseq's criterion sentence_prediction and task audio_classification for their scores
 _NAMES = ("sklearn", "sklearn.metrics", "scipy.stats")
-# It asks for tensorboardX as soon as it is imported, which only speech needs; our runs write with torch's own writer.
+# it advises to install tensorboardX on import, which only speech needs; torch has a writer of its own
 _SPEECH = "fairseq.tasks.text_to_speech"
 
 
-class _Later(ModuleType):
-    """In the place of a module of functions: it is imported when one of them is called."""
+class _LazyModule(ModuleType):
+    """Stands for a module of functions and imports it when one of them is called."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -31,34 +31,33 @@ def _no_advice(record: logging.LogRecord) -> bool:
 
 
 def _import_fairseq() -> None:
-    """Whoever imports them afterwards gets the modules themselves."""
-    standing_in = {name: _Later(name) for name in _NAMES if name not in sys.modules}
-    for name, module in standing_in.items():
+    """Import fairseq with lazy modules in ``sys.modules``; later imports get the real modules."""
+    lazy_modules = {name: _LazyModule(name) for name in _NAMES if name not in sys.modules}
+    for name, module in lazy_modules.items():
         parent, _, child = name.rpartition(".")
-        if parent in standing_in:
-            setattr(standing_in[parent], child, module)
+        if parent in lazy_modules:
+            setattr(lazy_modules[parent], child, module)
         elif not parent:
-            module.__spec__ = PathFinder.find_spec(name)  # others ask for it, to learn whether it is installed
-    sys.modules.update(standing_in)
+            module.__spec__ = PathFinder.find_spec(name)  # read by others to find out whether it is installed
+    sys.modules.update(lazy_modules)
     advice = logging.getLogger(_SPEECH)
     advice.addFilter(_no_advice)
     try:
         import_module("fairseq")
     finally:
         advice.removeFilter(_no_advice)
-        for name in standing_in:
+        for name in lazy_modules:
             del sys.modules[name]
 
 
-class _Compiler(ModuleType):
-    """In the place of ``torch._dynamo``, which optimizers and custom operators ask to leave their functions alone.
+class _LazyCompiler(ModuleType):
+    """Stands for ``torch._dynamo``, which optimizers and custom operators call to exclude their functions.
 
-    They do so when they are first called, and each training would load the compiler for that. Whoever asks it for
-    anything else gets the compiler itself, from then on.
+    Without it every training would load the compiler for these calls. Any other attribute loads the real compiler.
     """
 
     def disable(self, function: Callable[..., Any] | None = None, *how: Any, **named: Any) -> Any:
-        if function is not None and named == {"wrapping": False}:  # as torch itself asks, and nobody else
+        if function is not None and named == {"wrapping": False}:  # as torch itself calls it
             return function
         return self.__getattr__("disable")(function, *how, **named)
 
@@ -73,4 +72,4 @@ class _Compiler(ModuleType):
 if "fairseq" not in sys.modules:
     _import_fairseq()
 if _COMPILER not in sys.modules:
-    sys.modules[_COMPILER] = torch._dynamo = _Compiler(_COMPILER)
+    sys.modules[_COMPILER] = torch._dynamo = _LazyCompiler(_COMPILER)

@@ -1,4 +1,4 @@
-"""Strings of a configuration are read, not run."""
+"""Evaluates strings of a configuration as literals instead of running them."""
 
 import ast
 import operator
@@ -10,10 +10,10 @@ from fairseq_rpe.core.errors import UserError
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-def literal_eval_only() -> None:
-    """fairseq calls eval() on strings of a checkpoint's configuration (character_filters, cutoffs, betas …).
+def replace_eval() -> None:
+    """Replace ``eval`` in every loaded module of fairseq by :func:`evaluate_literal`, so that no text can run code.
 
-    The name ``eval`` in every loaded fairseq module becomes an evaluator of plain literals, so no text can run code.
+    fairseq calls eval() on strings of a checkpoint's configuration (character_filters, cutoffs, betas, …).
     """
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None) if name == "__main__" else None  # python -m fairseq_cli.train
@@ -22,7 +22,13 @@ def literal_eval_only() -> None:
 
 
 def evaluate_literal(text: Any, *_: Any) -> Any:
-    """A Python literal; also ``[(512, 3)] * 20`` and arithmetic, as in fairseq's defaults; anything else is refused."""
+    """Return the value of a Python literal.
+
+    Arithmetic and ``[(512, 3)] * 20`` are allowed, as in fairseq's defaults.
+
+    Raises:
+        UserError: the text is anything else.
+    """
     if not isinstance(text, str):
         return text
     try:

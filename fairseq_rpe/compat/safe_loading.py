@@ -1,4 +1,4 @@
-"""Checkpoints are weights and settings; loading one never runs code, and what cannot be loaded is one line."""
+"""Loads checkpoints without running code; a checkpoint that cannot be loaded is a UserError."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -11,44 +11,44 @@ from fairseq.distributed import utils
 from fairseq.models import BaseFairseqModel
 
 from fairseq_rpe.checkpoints import checkpoint, checkpoint_file
-from fairseq_rpe.checkpoints.checkpoint import State, same_kind
+from fairseq_rpe.checkpoints.checkpoint import Checkpoint, dtype_mismatch
 from fairseq_rpe.compat.flags import overrides
-from fairseq_rpe.compat.monkeypatch import replaces
-from fairseq_rpe.compat.safe_literals import evaluate_literal, literal_eval_only
+from fairseq_rpe.compat.monkeypatch import patch
+from fairseq_rpe.compat.safe_literals import evaluate_literal, replace_eval
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.encodings.from_checkpoint import restore
-from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
-from fairseq_rpe.encodings.rope_extrapolation import check_trained, reads_longer
+from fairseq_rpe.encodings.from_checkpoint import restore_encodings
+from fairseq_rpe.encodings.model_rotation import complete_spec_for_checkpoint
+from fairseq_rpe.encodings.rope_extrapolation import check_trained_rotation, is_region_rope
 
 
-@replaces(utils, "_broadcast_object_slow")
+@patch(utils, "_broadcast_object_slow")
 def broadcast_checkpoints(_original: Any, obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
-    """Rank 0 sends the checkpoint that it has loaded to the others, whose ``torch.load`` refuses its configuration.
+    """Broadcast the checkpoint of rank 0 without ``torch.load``, which refuses its configuration on other ranks.
 
-    So no run of several processes could be resumed. What comes from a process of the same run needs no suspicion.
+    Otherwise no run of several processes could be resumed. Data from a process of the same run can be trusted.
     """
-    box = [obj]
-    torch.distributed.broadcast_object_list(box, src=src_rank, group=group, device=dist_device)
-    return box[0]
+    objects = [obj]
+    torch.distributed.broadcast_object_list(objects, src=src_rank, group=group, device=dist_device)
+    return objects[0]
 
 
-@replaces(checkpoint_utils, "load_checkpoint_to_cpu")
-def safe_checkpoints(original: Any, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """``load_checkpoint_to_cpu`` names no ``weights_only``: an environment variable can switch the protection off.
+@patch(checkpoint_utils, "load_checkpoint_to_cpu")
+def load_weights_only(original: Any, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Load a checkpoint weights-only, check it before anything is built and drop its ``rpe_module``.
 
-    Loading is always weights-only here, what cannot be loaded is one line before anything is built, and a checkpoint
-    never names a Python file to import. An encoding that replaces the checkpoint's has its rotation.
+    fairseq passes no ``weights_only``, so that an environment variable could switch the protection off. An encoding
+    that replaces the checkpoint's takes over its rotation.
     """
-    saved = checkpoint.load(Path(path))
+    saved = checkpoint.load_checkpoint(Path(path))
     if arg_overrides and "rpe" in arg_overrides and "rpe" in saved.model:
-        completed = complete_for_checkpoint(str(arg_overrides["rpe"]), str(saved.model["rpe"]))
+        completed = complete_spec_for_checkpoint(str(arg_overrides["rpe"]), str(saved.model["rpe"]))
         arg_overrides = {**arg_overrides, "rpe": completed}
     _check(saved, arg_overrides or {})
     try:
         state = original(path, arg_overrides, *args, **kwargs)
     except KeyError as error:
         raise UserError(f"{path} is not a fairseq checkpoint: it lacks {error}") from None
-    literal_eval_only()  # again: loading a task may have imported further fairseq modules
+    replace_eval()  # again, because loading a task may have imported further modules of fairseq
     model = (state.get("cfg") or {}).get("model") or {}
     settings = vars(model) if isinstance(model, Namespace) else model
     if settings.get("character_embeddings"):
@@ -58,38 +58,38 @@ def safe_checkpoints(original: Any, path: str, arg_overrides: Any = None, *args:
     return state
 
 
-def _check(state: State, changed: Mapping[str, object]) -> None:
-    """What fairseq needs beyond what we do, what it would build, and that another encoding can read this model."""
+def _check(state: Checkpoint, changed: Mapping[str, object]) -> None:
+    """Raise UserError if fairseq cannot load the checkpoint, or if its model cannot use a replacing encoding."""
     if not state.weights:
         raise UserError(f"{state.path} is not a fairseq checkpoint: it holds no model")
-    if state.history == ():
+    if state.optimizer_history == ():
         raise UserError(f"{state.path} is not a fairseq checkpoint: its optimizer_history is empty")
-    checkpoint.check_size(state)
+    checkpoint.check_model_size(state)
     if "rpe" in state.model and "rpe" not in changed:
-        restore(state)
-    elif "rpe" in state.model and reads_longer(wanted := str(changed["rpe"])):
-        check_trained(wanted, str(state.model["rpe"]))
+        restore_encodings(state)
+    elif "rpe" in state.model and is_region_rope(new_spec := str(changed["rpe"])):
+        check_trained_rotation(new_spec, str(state.model["rpe"]))
 
 
-@replaces(BaseFairseqModel, "load_state_dict")
-def numbers_of_one_kind(original: Any, self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch turns numbers of any kind into those of the model: whole numbers into weights, without a word."""
-    if wrong := same_kind(self.state_dict(), state_dict):
-        raise UserError(f"the checkpoint does not fit this model: {wrong}")
+@patch(BaseFairseqModel, "load_state_dict")
+def check_dtypes(original: Any, self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raise UserError for parameters of another kind of dtype; torch silently converts integers to weights."""
+    if mismatch := dtype_mismatch(self.state_dict(), state_dict):
+        raise UserError(f"the checkpoint does not fit this model: {mismatch}")
     return original(self, state_dict, *args, **kwargs)
 
 
-@replaces(checkpoint_utils, "load_model_ensemble_and_task")
-def flags_over_settings(
+@patch(checkpoint_utils, "load_model_ensemble_and_task")
+def apply_flag_overrides(
     original: Any, filenames: list[str], arg_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """What the command's own flags say of the model goes before what the checkpoint says."""
+    """Let the flags of the command override the settings of the checkpoint."""
     if not kwargs.get("suffix") and kwargs.get("num_shards", 1) == 1:
-        for path in filenames:  # fairseq's own message comes with a traceback
-            checkpoint_file.check(Path(path))
+        for path in filenames:  # fairseq would print a traceback
+            checkpoint_file.check_file(Path(path))
     models, cfg, task = original(filenames, {**(arg_overrides or {}), **overrides}, *args, **kwargs)
     for key, value in overrides.items():
-        # an encoding has been completed with the checkpoint's rotation
+        # an encoding was completed with the checkpoint's rotation, so its spec differs
         if getattr(cfg.model, key, None) != value and (key != "rpe" or getattr(cfg.model, key, None) is None):
             raise UserError(f"{filenames[0]} has no setting '{key}' to replace: it is not a transformer_rpe_lm")
     return models, cfg, task

@@ -1,4 +1,4 @@
-"""A checkpoint is written whole or not at all."""
+"""Writes checkpoints atomically."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
-from fairseq_rpe.compat.monkeypatch import replaces
+from fairseq_rpe.compat.monkeypatch import patch
 from fairseq_rpe.core.errors import UserError
 
 
-@replaces(PathManager, "copy")
-def atomic_copies(_original: Any, src_path: str, dst_path: str, overwrite: bool = False) -> bool:
-    """``checkpoint_last.pt`` is copied in place: killed meanwhile, half a file is left and nothing to resume from."""
+@patch(PathManager, "copy")
+def copy_atomically(_original: Any, src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+    """Copy to a temporary file and rename it; fairseq copies in place, so that a kill leaves a partial checkpoint."""
     if os.path.exists(dst_path) and not overwrite:
         return False
     temporary = f"{dst_path}.copying"
@@ -23,26 +23,26 @@ def atomic_copies(_original: Any, src_path: str, dst_path: str, overwrite: bool 
         shutil.copyfile(src_path, temporary)
         os.replace(temporary, dst_path)
     except OSError as error:
-        raise _not_written(dst_path, error, temporary) from None
+        raise _save_error(dst_path, error, temporary) from None
     return True
 
 
-@replaces(checkpoint_utils, "_torch_persistent_save")
+@patch(checkpoint_utils, "_torch_persistent_save")
 def save_once(_original: Any, obj: Any, file: Any) -> None:
-    """On a full disk saving is tried three times into the same stream, which logs three tracebacks."""
+    """Save once; on a full disk fairseq tries three times with the same stream and logs three tracebacks."""
     torch.save(obj, file)
 
 
-@replaces(checkpoint_utils, "torch_persistent_save")
-def full_disks(original: Any, obj: Any, filename: str, async_write: bool = False) -> None:
-    """Saving on a full disk leaves half a file."""
+@patch(checkpoint_utils, "torch_persistent_save")
+def remove_partial_checkpoint(original: Any, obj: Any, filename: str, async_write: bool = False) -> None:
+    """Remove the partial file and raise UserError if saving fails, e.g. on a full disk."""
     try:
         original(obj, filename, async_write)
     except (OSError, RuntimeError) as error:
-        raise _not_written(filename, error, f"{filename}.tmp") from None
+        raise _save_error(filename, error, f"{filename}.tmp") from None
 
 
-def _not_written(path: str, error: Exception, temporary: str) -> UserError:
+def _save_error(path: str, error: Exception, temporary: str) -> UserError:
     Path(temporary).unlink(missing_ok=True)
     first = str(error).split("\n")[0]
     return UserError(f"checkpoint {path} could not be written ({first}): free some space and rerun")

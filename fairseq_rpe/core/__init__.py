@@ -1,39 +1,78 @@
-"""The shared words: errors, spec strings, registry, positions, bias forms and log-weights.
+"""Errors, spec strings, the registry, positions and bias types.
 
-Names are looked up when they are used: the command line needs the errors and specs without waiting for torch.
+Names are imported when they are first used, because the command line needs errors and specs but not torch.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_NAMES = {
+if TYPE_CHECKING:
+    from fairseq_rpe.core.bias import (
+        Bias,
+        ContentBias,
+        DenseBias,
+        KeyTableBias,
+        PairBias,
+        PiecewiseLinear,
+        PointwiseBias,
+        QueryKeyTableBias,
+        QueryTableBias,
+        RelativeValues,
+        ScaledDistanceBias,
+        SumBias,
+        ToeplitzBias,
+        TokenBias,
+        add_biases,
+    )
+    from fairseq_rpe.core.errors import UserError
+    from fairseq_rpe.core.log_bias import LogBias, exact_fraction
+    from fairseq_rpe.core.positions import Positions
+    from fairseq_rpe.core.registry import Description, Registry
+    from fairseq_rpe.core.rotation_regions import RotationRegion
+    from fairseq_rpe.core.spec import Option, canonical, configure, list_options, option, parse
+
+__all__ = [
+    "Bias",
+    "ContentBias",
+    "DenseBias",
+    "Description",
+    "KeyTableBias",
+    "LogBias",
+    "Option",
+    "PairBias",
+    "PiecewiseLinear",
+    "PointwiseBias",
+    "Positions",
+    "QueryKeyTableBias",
+    "QueryTableBias",
+    "Registry",
+    "RelativeValues",
+    "RotationRegion",
+    "ScaledDistanceBias",
+    "SumBias",
+    "ToeplitzBias",
+    "TokenBias",
+    "UserError",
+    "add_biases",
+    "canonical",
+    "configure",
+    "exact_fraction",
+    "list_options",
+    "option",
+    "parse",
+]
+_MODULES = {
     "errors": ("UserError",),
-    "bias": (
-        *(
-            "KeyTableBias",
-            "QueryTableBias",
-            "ContentBias",
-            "ScaledDistanceBias",
-            "DenseBias",
-            "Bias",
-            "TokenBias",
-            "PairBias",
-            "PiecewiseLinear",
-            "PointwiseBias",
-            "Positions",
-        ),
-        *("QueryKeyTableBias", "RelativeValues", "SumBias", "ToeplitzBias", "added", "block", "part"),
-    ),
-    "log_bias": ("LogBias", "exact"),
-    "rotation_regions": ("RotationRegion",),
+    "log_bias": ("LogBias", "exact_fraction"),
+    "positions": ("Positions",),
     "registry": ("Description", "Registry"),
-    "spec": ("Option", "canonical", "configure", "option", "options_of", "parse"),
+    "rotation_regions": ("RotationRegion",),
+    "spec": ("Option", "canonical", "configure", "option", "list_options", "parse"),
 }
-_HOME = {name: home for home, names in _NAMES.items() for name in names}
-__all__ = sorted(_HOME)
+_MODULE_OF_NAME = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF_NAME.get(name, 'bias')}"), name)

@@ -1,313 +1,425 @@
-"""Which index each token has, and what an encoding hands on: bias forms to attention, log-weights to the analysis.
+"""Types of attention bias: terms that an encoding adds to the scores.
 
-Conventions: i query position, j key position, ``d = i - j >= 0`` is the past. A bias is in nats and is
-added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but without meaning: the backend masks them.
+Conventions: i is the query position, j the key position, and ``d = i - j >= 0`` is the past. A bias is in nats and is
+added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but meaningless: backends mask them.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_rpe.core.arguments import check_count, check_number, described
-from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 
 _ALL = slice(None)
-_PRODUCTS = 1 << 22  # of query, key and vector, element by element, in memory at a time
+_MAX_PRODUCTS = 1 << 22  # elementwise products of query, key and vector in memory at a time
 
 
-@dataclass(frozen=True)
-class Positions:
-    """Positions of queries and keys.
+class BiasTerm:
+    """Base class of the bias types."""
 
-    Attributes:
-        q: (B or 1, n) query positions; float32 or float64; integers become float32.
-        k: (B or 1, m) key positions; the queries are the last n of the m tokens.
-        step: every difference ``q_i - k_j`` is a multiple of it; None where spacing is arbitrary.
-        contiguous: neighbouring tokens differ by exactly ``step``, so a difference depends on the
-            two *indices* alone (true for plain, offset and interpolated positions, and for rows that
-            differ only in a left-padding offset). Tokens that are padding do not count, nor pairs of tokens of
-            different documents in one row, each of which counts its tokens from 0.
-        tokens: (B, m) ids of the m tokens, int64, negative at padding, for encodings that read them; None: not known.
+    # names and kinds of the tensors; None: a function or a dense bias
+    _tensors: ClassVar[tuple[tuple[str, str], ...] | None] = None
 
-    Raises:
-        UserError: q or k is no dense real tensor (B or 1, tokens) or is in half precision, step is not above 0, or
-            tokens are not int64 (B, m).
-    """
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Return the dense bias of a block of queries and keys.
 
-    q: Tensor
-    k: Tensor
-    step: float | None = 1.0
-    contiguous: bool = True
-    tokens: Tensor | None = None
+        Args:
+            pos: Positions of all n queries and m keys.
+            queries: Queries of the block, by index; default: all.
+            keys: Keys of the block, by index; default: all.
 
-    def __post_init__(self) -> None:
-        for name in ("q", "k"):
-            positions = getattr(self, name)
-            if not isinstance(positions, Tensor):
-                raise UserError(f"positions must be torch tensors, and {name} is {described(positions)}")
-            if positions.layout != torch.strided or positions.is_nested or positions.is_quantized:
-                raise UserError(f"positions must be dense tensors, and {name} is not: convert it")
-            if positions.dim() != 2 or positions.is_complex():
-                raise UserError(
-                    f"positions are real tensors (batch or 1, tokens), and {name} is {positions.dtype} of shape "
-                    f"{tuple(positions.shape)}"
-                )
-            if not positions.is_floating_point():
-                object.__setattr__(self, name, positions.float())
-            elif positions.dtype not in (torch.float32, torch.float64):
-                raise UserError(f"positions in {positions.dtype} are rounded: give them in float32 or float64")
-        if self.step is not None and not (type(self.step) is float and 0 < self.step < math.inf):
-            check_number("step of positions", self.step, above=0)
-        tokens, m = self.tokens, self.k.shape[1]
-        if tokens is not None and not isinstance(tokens, Tensor):
-            raise UserError(f"tokens are a torch.int64 tensor of ids (batch, {m}), not {described(tokens)}")
-        if tokens is not None and (tokens.dim() != 2 or tokens.shape[1] != m or tokens.dtype != torch.int64):
-            raise UserError(f"tokens are int64 ids (batch, {m}), not {tokens.dtype} of shape {tuple(tokens.shape)}")
-
-    @staticmethod
-    def arange(
-        n: int, m: int | None = None, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-    ) -> "Positions":
-        """The plain positions: m keys at 0 … m-1, n queries at the last n of them.
-
-        Raises:
-            UserError: n or m is no number of tokens, or m is less than n.
+        Returns:
+            (B or 1, H, queries, keys).
         """
-        m = n if m is None else m
-        if not torch.compiler.is_compiling():  # where sizes may be symbols
-            check_count("n", n, 0)
-            check_count("m", m, 0)
-            if m < n:
-                raise UserError(f"positions of {n} queries and {m} keys: the queries are the last of the keys")
-        k = torch.arange(m, device=device, dtype=dtype)[None]
-        return Positions(k[:, m - n :], k)
+        raise NotImplementedError
+
+    def slice_queries(self, queries: slice, num_keys: int) -> Self:
+        """Return the bias of some queries and the first ``num_keys`` keys."""
+        sliced = {"rows": queries, "keys": slice(num_keys)}
+        tensors = {
+            name: getattr(self, name)[:, :, sliced[kind]] for name, kind in self._tensors or () if kind in sliced
+        }
+        return replace(self, **tensors) if tensors else self  # type: ignore[type-var]
+
+    def tree_flatten(self) -> list[tuple[Tensor, str]] | None:
+        """Return the tensors of the bias, each with its kind, or None for functions and dense biases.
+
+        The kinds are "rows" (B, H, n, …), "keys" (B, H, m, …) and "table" (H or 1, …).
+        """
+        return None if self._tensors is None else [(getattr(self, name), kind) for name, kind in self._tensors]
+
+    def tree_unflatten(self, tensors: Iterator[Tensor]) -> Self:
+        """Return the same bias with other tensors, in the order of :meth:`tree_flatten`."""
+        replaced = {name: next(tensors) for name, _ in self._tensors or ()}
+        return replace(self, **replaced) if replaced else self  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
-class ToeplitzBias:
-    """``bias[h, i, j] = table[h, (q_i - k_j) / step + origin]``, clamped to the table's ends. O(R) memory.
+class ToeplitzBias(BiasTerm):
+    """``bias[h, i, j] = table[h, (q_i - k_j) / step + origin]``, clamped to the ends of the table. O(R) memory.
 
     Attributes:
-        table: (H, R) float; carries the gradient to whatever made it.
-        origin: column that holds distance 0.
-        step: distance between neighbouring columns.
+        table: (H, R) float, with the gradient to the encoding's parameters.
+        origin: Column of distance 0.
+        step: Distance between neighbouring columns.
     """
 
+    _tensors: ClassVar = (("table", "table"),)
     table: Tensor
     origin: int = 0
     step: float = 1.0
 
+    @property
+    def num_columns(self) -> int:
+        """Number of columns R of the table."""
+        return self.table.shape[1]
+
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Gather the table at the index distance of each pair."""
+        # (H, B or 1, queries, keys) -> (B or 1, H, queries, keys)
+        return self.table[:, table_index(self, pos.q[:, queries], pos.k[:, keys])].transpose(0, 1)
+
 
 @dataclass(frozen=True)
-class PairBias:
-    """``bias = fn(i, j, *aux)`` for i (B or 1, n) and j (B or 1, m), giving (B or 1, H, n, m).
+class PairBias(BiasTerm):
+    """A function of both positions: ``bias = fn(i, j, *aux)``.
 
-    ``fn`` is pointwise in the positions, so a backend may call it block by block. ``aux`` are tensors that it
-    needs beside the positions.
+    Attributes:
+        fn: Maps i (B or 1, n), j (B or 1, m) and ``aux`` to (B or 1, H, n, m). It is pointwise in the positions, so a
+            backend may call it block by block.
+        aux: Tensors that ``fn`` needs besides the positions.
     """
 
     fn: Callable[..., Tensor]
     aux: tuple[Tensor, ...] = ()
 
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Call the function with the positions of the block."""
+        return self.fn(pos.q[:, queries], pos.k[:, keys], *self.aux)
+
 
 @dataclass(frozen=True)
 class PointwiseBias(PairBias):
-    """A Pair that is arithmetic of both positions and a few numbers of the head, which a kernel can work out per pair.
+    """A :class:`PairBias` that a kernel can compute per pair.
 
-    ``bias[h, i, j] = scalar(i, j, *(x[h] for x in numbers))``. ``fn`` is the plain way to the same bias.
+    ``bias[h, i, j] = scalar_fn(i, j, *(x[h] for x in parameters))``.
+
+    ``fn`` computes the same bias with tensors.
 
     Attributes:
-        scalar: of scalars, or of tensors that broadcast.
-        numbers: (H,) each; they carry the gradient to whatever made them.
+        scalar_fn: Arithmetic of scalars, or of tensors that broadcast.
+        parameters: Tensors (H,), with the gradient to the encoding's parameters.
     """
 
-    scalar: Callable[..., Tensor] = field(kw_only=True)
-    numbers: tuple[Tensor, ...] = field(kw_only=True)
+    scalar_fn: Callable[..., Tensor] = field(kw_only=True)
+    parameters: tuple[Tensor, ...] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class PiecewiseLinear:
-    """A function of one number per head, linear between ``ends``: f_h(x) = value[h, p] + slope[h, p]·(x - middle[p]).
+    """A piecewise linear function per head: f_h(x) = value[h, p] + slope[h, p]·(x - midpoints[p]) in piece p.
 
     Attributes:
-        ends: (K - 1,) sorted; piece p is where p of them are <= x.
-        middle: (K,) a point inside each piece.
-        value: (H, K) of f in ``middle``; carries the gradient to whatever made f.
-        slope: (H, K) of f in each piece; likewise.
+        breakpoints: (K - 1,) sorted; x is in piece p if p of them are <= x.
+        midpoints: (K,) a point inside each piece.
+        value: (H, K) f at ``midpoints``, with the gradient to the parameters of f.
+        slope: (H, K) slope of f in each piece, likewise.
     """
 
-    ends: Tensor
-    middle: Tensor
+    breakpoints: Tensor
+    midpoints: Tensor
     value: Tensor
     slope: Tensor
 
 
 @dataclass(frozen=True)
 class ScaledDistanceBias(PairBias):
-    """A Pair of contiguous positions that is a function of one number: bias[h, i, j] = f_h(far[i - j] · near[i]).
+    """A :class:`PairBias` of contiguous positions, as in FIRE.
 
-    ``fn`` is the plain way to the same bias. What knows no curves takes this for the Pair that it is.
+    bias[h, i, j] = f_h(distance_values[i - j] · query_scale[i]).
+
+    ``fn`` computes the same bias; backends without support for this type use it.
 
     Attributes:
-        far: (m,) of the distances 0 … m-1 between *indices*, at least 0 and never falling.
-        near: (B or 1, n) of the queries, above 0.
-        pieces: called with the largest x, gives f on [0, x].
+        distance_values: (m,) values at the *index* distances 0 … m-1, non-negative and non-decreasing.
+        query_scale: (B or 1, n), positive.
+        make_pieces: Maps the largest x to f on [0, x] as a :class:`PiecewiseLinear`.
     """
 
-    far: Tensor = field(kw_only=True)
-    near: Tensor = field(kw_only=True)
-    pieces: Callable[[float], PiecewiseLinear] = field(kw_only=True)
+    distance_values: Tensor = field(kw_only=True)
+    query_scale: Tensor = field(kw_only=True)
+    make_pieces: Callable[[float], PiecewiseLinear] = field(kw_only=True)
+
+    def slice_queries(self, queries: slice, num_keys: int) -> Self:
+        """Slice the values by distance and the scales of the queries."""
+        return replace(self, distance_values=self.distance_values[:num_keys], query_scale=self.query_scale[:, queries])
+
+    def pieces_in_range(
+        self, pos: Positions, padding: Tensor | None = None, last_query: Tensor | None = None
+    ) -> PiecewiseLinear:
+        """Return the pieces of f from 0 to the largest x of a visible pair, at least to 1.
+
+        Args:
+            pos: Positions of the n queries and m keys.
+            padding: (B, m) bool, True at keys that no query sees.
+            last_query: (B, m) index of the last query that sees each key.
+
+        Returns:
+            f on the visible range.
+        """
+        n, m = pos.q.shape[1], pos.k.shape[1]
+        with torch.no_grad():
+            # (1, n) or (B, n): largest distance that each query sees
+            distance = torch.arange(m - n, m, device=self.distance_values.device)[None]
+            if padding is not None:
+                first = padding.long().argmin(dim=1, keepdim=True).masked_fill(padding.all(1, keepdim=True), m)
+                distance = distance - first
+            if last_query is not None:  # a document begins after the last query that sees the previous token
+                index = torch.arange(m, device=distance.device)
+                begins = F.pad(last_query[:, :-1] < index[1:], (1, 0), value=True)  # (B, m)
+                since_begin = index - torch.where(begins, index, 0).cummax(1).values  # (B, m)
+                distance = torch.minimum(distance, since_begin[:, m - n :])
+            x = self.distance_values[distance.clamp_min(0)] * self.query_scale  # (B or 1, n)
+            largest = max(1.0, float(x.masked_fill(distance < 0, 0.0).max()))
+        return self.make_pieces(largest)
 
 
 @dataclass(frozen=True)
-class DenseBias:
-    """The bias itself, (B or 1, H, n, m). Always possible, O(n²)."""
+class DenseBias(BiasTerm):
+    """The bias itself. Every bias has this form, at O(n²) memory.
+
+    Attributes:
+        bias: (B or 1, H, n, m).
+    """
 
     bias: Tensor
 
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Slice the dense bias."""
+        return self.bias[:, :, queries, keys]
+
+    def slice_queries(self, queries: slice, num_keys: int) -> Self:
+        """Slice the dense bias."""
+        return replace(self, bias=self.bias[:, :, queries, :num_keys])
+
 
 @dataclass(frozen=True)
-class QueryTableBias:
-    """A bias that the query reads from a table: bias[b, h, i, j] = query[b, h, i] · vectors[h, c(i, j)].
+class QueryTableBias(BiasTerm):
+    """Products of queries with a table of vectors by distance: bias[b, h, i, j] = query[b, h, i] · vectors[h, c(i, j)].
 
-    c(i, j) = (q_i - k_j) / step + origin, clamped to the table's ends. O(n·E + R·E) memory.
+    c(i, j) = (q_i - k_j) / step + origin, clamped to the ends of the table. O(n·E + R·E) memory.
 
     Attributes:
-        query: (B, H, n, E), scaled already; carries the gradient to q.
+        query: (B, H, n, E), already scaled, with the gradient to q.
         vectors: (H or 1, R, E).
-        origin: column that holds distance 0.
-        step: distance between neighbouring columns.
+        origin: Column of distance 0.
+        step: Distance between neighbouring columns.
     """
 
+    _tensors: ClassVar = (("query", "rows"), ("vectors", "table"))
     query: Tensor
     vectors: Tensor
     origin: int = 0
     step: float = 1.0
 
+    @property
+    def num_columns(self) -> int:
+        """Number of columns R of the table."""
+        return self.vectors.shape[1]
+
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Multiply the queries by all vectors and gather the products by distance."""
+        return _gather_dot(
+            self.query[:, :, queries], self.vectors, table_index(self, pos.q[:, queries], pos.k[:, keys])
+        )
+
 
 @dataclass(frozen=True)
-class KeyTableBias:
-    """The same, read by the key: bias[b, h, i, j] = key[b, h, j] · vectors[h, c(i, j)].
+class KeyTableBias(BiasTerm):
+    """Products of keys with a table of vectors by distance: bias[b, h, i, j] = key[b, h, j] · vectors[h, c(i, j)].
 
-    Attributes: as in :class:`QueryTableBias`, but key (B, H, m, E) in place of query.
+    c(i, j) as in :class:`QueryTableBias`. O(m·E + R·E) memory.
+
+    Attributes:
+        key: (B, H, m, E), already scaled, with the gradient to k.
+        vectors: (H or 1, R, E).
+        origin: Column of distance 0.
+        step: Distance between neighbouring columns.
     """
 
+    _tensors: ClassVar = (("key", "keys"), ("vectors", "table"))
     key: Tensor
     vectors: Tensor
     origin: int = 0
     step: float = 1.0
 
+    @property
+    def num_columns(self) -> int:
+        """Number of columns R of the table."""
+        return self.vectors.shape[1]
+
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Multiply the keys by all vectors and gather the products by distance."""
+        index = table_index(self, pos.q[:, queries], pos.k[:, keys])
+        return _gather_dot(self.key[:, :, keys], self.vectors, index.mT).mT
+
 
 @dataclass(frozen=True)
-class QueryKeyTableBias:
-    """A bias of query, key and distance: bias[b, h, i, j] = Σ_e query[b, h, i, e] · key[b, h, j, e] · vectors[h, c, e].
+class QueryKeyTableBias(BiasTerm):
+    """Products of query, key and a table of vectors by distance.
 
-    c = c(i, j) as in :class:`QueryTableBias`. O(n·E + R·E) memory; pairs nearer than the table's last column take O(E)
-    time each, all others one product of matrices. A table of numbers, (H or 1, R, 1), multiplies the products of queries and
-    keys: one product of matrices for all pairs.
+    bias[b, h, i, j] = Σ_e query[b, h, i, e] · key[b, h, j, e] · vectors[h, c, e], where c = c(i, j) as in
+    :class:`QueryTableBias`. O(n·E + R·E) memory. Pairs nearer than the last column of the table take O(E) time each;
+    all others are one matrix product. A table of scalars, (H or 1, R, 1), multiplies the products of queries and keys,
+    which are one matrix product for all pairs.
 
     Attributes:
-        query: (B, H, n, E), scaled already; carries the gradient to q.
+        query: (B, H, n, E), already scaled, with the gradient to q.
         key: (B, H, m, E).
         vectors: (H or 1, R, E or 1).
-        origin: column that holds distance 0.
-        step: distance between neighbouring columns.
+        origin: Column of distance 0.
+        step: Distance between neighbouring columns.
     """
 
+    _tensors: ClassVar = (("query", "rows"), ("key", "keys"), ("vectors", "table"))
     query: Tensor
     key: Tensor
     vectors: Tensor
     origin: int = 0
     step: float = 1.0
 
+    @property
+    def num_columns(self) -> int:
+        """Number of columns R of the table."""
+        return self.vectors.shape[1]
+
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Multiply the queries, keys and vectors of the block."""
+        index = table_index(self, pos.q[:, queries], pos.k[:, keys])
+        return _triple_products(self.query[:, :, queries], self.key[:, :, keys], self.vectors, index)
+
 
 @dataclass(frozen=True)
-class TokenBias:
-    """One number per token: bias[b, h, i, j] = query[b, h, i] + key[b, h, j]. O(n) memory.
+class TokenBias(BiasTerm):
+    """A number per token: bias[b, h, i, j] = query[b, h, i] + key[b, h, j]. O(n) memory.
 
     Attributes:
-        query: (B, H, n); softmax does not see it, but it keeps the sum small where both are large.
-        key: (B, H, m). In float64 their sum is rounded once.
+        query: (B, H, n); softmax ignores it, but it keeps the sum small where both are large.
+        key: (B, H, m). In float64 the sum is rounded once.
     """
 
+    _tensors: ClassVar = (("query", "rows"), ("key", "keys"))
     query: Tensor
     key: Tensor
 
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Add the numbers of the queries and of the keys."""
+        return self.query[:, :, queries, None] + self.key[:, :, None, keys]
+
 
 @dataclass(frozen=True)
-class SumBias:
-    """Several biases, added."""
+class SumBias(BiasTerm):
+    """The sum of several biases.
 
-    forms: tuple["Bias", ...]
+    Attributes:
+        terms: The summands.
+    """
+
+    terms: tuple["Bias", ...]
+
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Add the dense terms."""
+        return functools.reduce(torch.add, (term.materialize(pos, queries, keys) for term in self.terms))
+
+    def slice_queries(self, queries: slice, num_keys: int) -> Self:
+        """Slice every term."""
+        return replace(self, terms=tuple(term.slice_queries(queries, num_keys) for term in self.terms))
+
+    def tree_flatten(self) -> list[tuple[Tensor, str]] | None:
+        """Return the tensors of all terms, or None if a term has none."""
+        tensors: list[tuple[Tensor, str]] = []
+        for term in self.terms:
+            term_tensors = term.tree_flatten()
+            if term_tensors is None:
+                return None
+            tensors += term_tensors
+        return tensors
+
+    def tree_unflatten(self, tensors: Iterator[Tensor]) -> Self:
+        """Return the terms with other tensors."""
+        return replace(self, terms=tuple(term.tree_unflatten(tensors) for term in self.terms))
 
 
 @dataclass(frozen=True)
 class RelativeValues:
-    """What a query reads beside the values: output[b, h, i] += Σ_j weight[b, h, i, j] · vectors[h, c(i, j)].
+    """Relative value vectors (Shaw et al. 2018): output[b, h, i] += Σ_j weight[b, h, i, j] · vectors[h, c(i, j)].
 
-    Attributes: vectors (H or 1, R, D); origin and step as in :class:`QueryTableBias`.
+    Attributes:
+        vectors: (H or 1, R, D).
+        origin: Column of distance 0, as in :class:`QueryTableBias`.
+        step: Distance between neighbouring columns.
     """
 
     vectors: Tensor
     origin: int = 0
     step: float = 1.0
 
+    @property
+    def num_columns(self) -> int:
+        """Number of columns R of the table."""
+        return self.vectors.shape[1]
 
-# the most structured first
+
+# ordered from the most structured to the least
 Bias = ToeplitzBias | PairBias | TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias | DenseBias
-ContentBias = TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias  # of what the tokens are
+# types that may depend on the contents of the tokens
+ContentBias = TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias
 
 
-def column_of(
+def add_biases(first: Bias | None, second: Bias | None) -> Bias | None:
+    """Return the sum of two biases, where None is no bias."""
+    if first is None or second is None:
+        return second if first is None else first
+    return SumBias((first, second))
+
+
+def table_index(
     table: ToeplitzBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | RelativeValues, i: Tensor, j: Tensor
 ) -> Tensor:
-    """int64 (B or 1, n, m): the column of ``table`` for queries at i (B or 1, n) and keys at j (B or 1, m)."""
-    last = (table.table if isinstance(table, ToeplitzBias) else table.vectors).shape[1] - 1
-    found = torch.round((i[:, :, None] - j[:, None, :]) / table.step).long() + table.origin
-    return found.clamp_(0, last)
+    """Return the column of ``table`` of each pair of a query and a key.
+
+    Args:
+        table: A table by distance.
+        i: (B or 1, n) query positions.
+        j: (B or 1, m) key positions.
+
+    Returns:
+        int64 (B or 1, n, m).
+    """
+    index = torch.round((i[:, :, None] - j[:, None, :]) / table.step).long() + table.origin
+    return index.clamp_(0, table.num_columns - 1)
 
 
-def block(form: Bias, pos: Positions, rows: slice = _ALL, cols: slice = _ALL) -> Tensor:
-    """The bias of some queries against some keys, of all if none are named: (B or 1, H, rows, cols)."""
-    if isinstance(form, DenseBias):
-        return form.bias[:, :, rows, cols]
-    if isinstance(form, TokenBias):
-        return form.query[:, :, rows, None] + form.key[:, :, None, cols]
-    if isinstance(form, SumBias):
-        return functools.reduce(torch.add, (block(one, pos, rows, cols) for one in form.forms))
-    i, j = pos.q[:, rows], pos.k[:, cols]
-    if isinstance(form, PairBias):
-        return form.fn(i, j, *form.aux)
-    at = column_of(form, i, j)
-    if isinstance(form, ToeplitzBias):
-        return form.table[:, at].transpose(0, 1)
-    if isinstance(form, QueryTableBias):
-        return looked_up(form.query[:, :, rows], form.vectors, at)
-    if isinstance(form, QueryKeyTableBias):
-        return products_with_columns(form.query[:, :, rows], form.key[:, :, cols], form.vectors, at)
-    return looked_up(form.key[:, :, cols], form.vectors, at.mT).mT
+def _gather_dot(x: Tensor, vectors: Tensor, index: Tensor) -> Tensor:
+    """Dot products of x (B, H, n, E) with the vectors (H or 1, R, E) at index (B or 1, n, m): (B, H, n, m)."""
+    products = torch.matmul(x, vectors.to(x.dtype).mT)  # (B, H, n, R)
+    return products.gather(3, index[:, None].expand(*products.shape[:2], -1, -1))
 
 
-def looked_up(own: Tensor, vectors: Tensor, at: Tensor) -> Tensor:
-    """own (B, H, n, E) · vectors (H or 1, R, E) of the columns at (B or 1, n, m): (B, H, n, m)."""
-    found = torch.matmul(own, vectors.to(own.dtype).mT)
-    return found.gather(3, at[:, None].expand(*found.shape[:2], -1, -1))
-
-
-def products_with_columns(query: Tensor, key: Tensor, vectors: Tensor, columns: Tensor) -> Tensor:
-    """Σ_e query[…, i, e] · key[…, j, e] · vectors[…, c(i, j), e] of all pairs.
+def _triple_products(query: Tensor, key: Tensor, vectors: Tensor, index: Tensor) -> Tensor:
+    """Σ_e query[…, i, e] · key[…, j, e] · vectors[…, index(i, j), e] of all pairs.
 
     Args:
         query: (B, H, n, E).
         key: (B, H, m, E).
-        vectors: (H or 1, R, E), or (H or 1, R, 1) where all elements have one factor.
-        columns: int64 (B or 1, n, m), the column c of each pair.
+        vectors: (H or 1, R, E), or (H or 1, R, 1) if all elements have one factor.
+        index: int64 (B or 1, n, m), the column of each pair.
 
     Returns:
         (B, H, n, m).
@@ -315,87 +427,28 @@ def products_with_columns(query: Tensor, key: Tensor, vectors: Tensor, columns: 
     vectors = vectors.to(query.dtype)
     if vectors.shape[2] == 1 < query.shape[3]:
         # (B, H, n, m) · (B or 1, H or 1, n, m)
-        return torch.matmul(query, key.mT) * vectors[:, columns, 0].transpose(0, 1)
+        return torch.matmul(query, key.mT) * vectors[:, index, 0].transpose(0, 1)
     last = vectors.shape[1] - 1
-    far = torch.matmul(query * vectors[:, -1:], key.mT)  # (B, H, n, m), right for all pairs of the last column
-    near = (columns < last).any(dim=0)  # (n, m)
+    far = torch.matmul(query * vectors[:, -1:], key.mT)  # (B, H, n, m), correct for all pairs of the last column
+    near = (index < last).any(dim=0)  # (n, m)
     keys = near.any(dim=0).nonzero().flatten()
     if not len(keys):
         return far
     first, stop = int(keys[0]), int(keys[-1]) + 1
-    # the difference to the last column, so that pairs beyond the table add nothing: (H or 1, R, E)
+    # the difference from the last column, so that pairs beyond the table add nothing: (H or 1, R, E)
     differences = vectors - vectors[:, -1:]
-    size = max(1, _PRODUCTS // (query.shape[0] * query.shape[1] * query.shape[3] * (stop - first)))
+    size = max(1, _MAX_PRODUCTS // (query.shape[0] * query.shape[1] * query.shape[3] * (stop - first)))
 
-    def rows_of(queries: Tensor, keys: Tensor, table: Tensor, columns: Tensor) -> Tensor:
-        # table[:, columns]: (H or 1, B or 1, n', m', E) -> (B or 1, H or 1, n', m', E)
-        factors = table[:, columns].transpose(0, 1)
+    def block_products(queries: Tensor, keys: Tensor, table: Tensor, index: Tensor) -> Tensor:
+        # table[:, index]: (H or 1, B or 1, n', m', E) -> (B or 1, H or 1, n', m', E)
+        factors = table[:, index].transpose(0, 1)
         # (B, H, n', m', E) · (B, H, 1, m', E), summed over E -> (B, H, n', m')
         return torch.einsum("bhnme,bhme->bhnm", queries[:, :, :, None] * factors, keys)
 
-    found = []
+    blocks = []
     for start in range(0, query.shape[2], size):
         rows = slice(start, start + size)
-        arguments = query[:, :, rows], key[:, :, first:stop], differences, columns[:, rows, first:stop]
-        # the products of a few rows fill the memory that all of them may take: the backward pass makes them again
-        found.append(checkpoint(rows_of, *arguments, use_reentrant=False, preserve_rng_state=False))
-    return far + F.pad(torch.cat(found, dim=2), (first, key.shape[2] - stop))
-
-
-def part(form: Bias | None, rows: slice, keys: int) -> Bias | None:
-    """The bias of some queries and the first ``keys`` keys alone."""
-    if isinstance(form, SumBias):
-        return SumBias(tuple(one for each in form.forms if (one := part(each, rows, keys)) is not None))
-    if isinstance(form, DenseBias):
-        return DenseBias(form.bias[:, :, rows, :keys])
-    if isinstance(form, ScaledDistanceBias):
-        return replace(form, far=form.far[:keys], near=form.near[:, rows])
-    if isinstance(form, TokenBias):
-        return TokenBias(form.query[:, :, rows], form.key[:, :, :keys])
-    if isinstance(form, QueryTableBias):
-        return replace(form, query=form.query[:, :, rows])
-    if isinstance(form, KeyTableBias):
-        return replace(form, key=form.key[:, :, :keys])
-    if isinstance(form, QueryKeyTableBias):
-        return replace(form, query=form.query[:, :, rows], key=form.key[:, :, :keys])
-    return form
-
-
-def leaves(form: Bias | None) -> list[tuple[Tensor, str]] | None:
-    """A form's tensors, each with its kind: (B, H, "rows" or "keys", …) or a "table" (H, …); None of a function."""
-    if isinstance(form, SumBias):
-        found = [leaves(one) for one in form.forms]
-        return None if None in found else [x for one in found for x in one or ()]
-    if isinstance(form, PairBias):
-        return None
-    if isinstance(form, QueryTableBias):
-        return [(form.query, "rows"), (form.vectors, "table")]
-    if isinstance(form, KeyTableBias):
-        return [(form.key, "keys"), (form.vectors, "table")]
-    if isinstance(form, QueryKeyTableBias):
-        return [(form.query, "rows"), (form.key, "keys"), (form.vectors, "table")]
-    if isinstance(form, TokenBias):
-        return [(form.query, "rows"), (form.key, "keys")]
-    return [] if form is None else [(form.table, "table")] if isinstance(form, ToeplitzBias) else None
-
-
-def rebuilt(form: Bias | None, tensors: Iterator[Tensor]) -> Bias | None:
-    """The same form of other tensors, in the order of :func:`leaves`."""
-    if isinstance(form, SumBias):
-        return SumBias(tuple(one for each in form.forms if (one := rebuilt(each, tensors)) is not None))
-    if isinstance(form, QueryTableBias):
-        return replace(form, query=next(tensors), vectors=next(tensors))
-    if isinstance(form, KeyTableBias):
-        return replace(form, key=next(tensors), vectors=next(tensors))
-    if isinstance(form, QueryKeyTableBias):
-        return replace(form, query=next(tensors), key=next(tensors), vectors=next(tensors))
-    if isinstance(form, TokenBias):
-        return TokenBias(next(tensors), next(tensors))
-    return replace(form, table=next(tensors)) if isinstance(form, ToeplitzBias) else form
-
-
-def added(first: Bias | None, second: Bias | None) -> Bias | None:
-    """Both biases together."""
-    if first is None or second is None:
-        return second if first is None else first
-    return SumBias((first, second))
+        arguments = query[:, :, rows], key[:, :, first:stop], differences, index[:, rows, first:stop]
+        # the products of one block fill the memory budget, so the backward pass recomputes them
+        blocks.append(checkpoint(block_products, *arguments, use_reentrant=False, preserve_rng_state=False))
+    return far + F.pad(torch.cat(blocks, dim=2), (first, key.shape[2] - stop))

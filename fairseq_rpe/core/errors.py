@@ -1,4 +1,4 @@
-"""Errors that a user is meant to read, and the one line that each is told in."""
+"""Errors for users: each is reported in one line that names the culprit and the remedy."""
 
 import contextlib
 import errno
@@ -9,19 +9,19 @@ import re
 import sys
 from collections.abc import Iterator
 
-DEBUG = "FAIRSEQ_RPE_DEBUG"  # set for the children of a command that is to show tracebacks
+DEBUG_VARIABLE = "FAIRSEQ_RPE_DEBUG"  # set for child processes of a command that shows tracebacks
 
 
 class UserError(ValueError):
-    """Bad input, told in one line that names the culprit and the remedy.
+    """Bad input; the message is one line that names the culprit and the remedy.
 
-    Command-line entry points print ``error: <message>`` and exit with code 2 instead of
-    showing a traceback; in Python it is an ordinary ``ValueError``.
+    Command-line entry points print ``error: <message>`` and exit with code 2 instead of showing a traceback. In Python
+    it is an ordinary ``ValueError``.
     """
 
 
 _ANOTHER = "name another place"
-# what is wrong with the path, and the remedy
+# errno -> what is wrong with the path, and the remedy
 _PATHS = {
     errno.ENOENT: ("does not exist", _ANOTHER),
     errno.EISDIR: ("is a folder", "name a file"),
@@ -36,7 +36,7 @@ _PATHS = {
     errno.EBUSY: ("is in use", "free it or name another one"),
 }
 _FULL = {errno.ENOSPC: "no space left on the disk", errno.EDQUOT: "no space left in the disk quota"}
-# of this process or machine, whatever the path
+# errno -> message about a limit of this process or machine, independent of a path
 _LIMITS = {
     errno.EMFILE: "too many files are open: raise ulimit -n",
     errno.ENFILE: "too many files are open on this machine: close some programs",
@@ -45,41 +45,50 @@ _LIMITS = {
     errno.EAGAIN: "no more processes can be started: ask for fewer, or raise ulimit -u",
 }
 _MEMORY = "choose smaller lengths, batches, heads or widths, or a machine with more"
-_FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf", "hydra")  # what comes with the extra of that name
-_FAIRSEQ_PLATFORM = "Linux on x86-64 with Python 3.11 or 3.12"  # for which its wheels are built
+_FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf", "hydra")  # packages of the extra "fairseq"
+_FAIRSEQ_PLATFORM = "Linux on x86-64 with Python 3.11 or 3.12"  # its wheels are built for these
 _TORCH_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|CUDA out of memory")
 _TOO_LARGE = re.compile(r"can't allocate memory|out of memory|overflow", re.IGNORECASE)
 _LIBRARY = re.compile(r"([^\s:]+): failed to map segment from shared object")
 
 
-def fairseq_remedy() -> str:
-    """How to get fairseq on this machine: the command, or the platforms that its wheels support."""
+def fairseq_install_hint() -> str:
+    """Return how to install fairseq on this machine: the command, or the platforms that its wheels support."""
     supported = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
     if supported and sys.version_info[:2] in ((3, 11), (3, 12)):
         return "pip install 'fairseq_rpe[fairseq]'"
     return f"its wheels support {_FAIRSEQ_PLATFORM} only, so run this command there; PyTorch alone runs the rest"
 
 
-def need_fairseq() -> None:
-    """Raises UserError: fairseq, which models, training and evaluation need, is not installed."""
+def require_fairseq() -> None:
+    """Check that fairseq, which models, training and evaluation need, is installed.
+
+    Raises:
+        UserError: It is not installed.
+    """
     try:
         missing = importlib.util.find_spec("fairseq") is None
-    except ValueError:  # imported by a trick, or kept from being imported
+    except ValueError:  # imported without a spec, or blocked from being imported
         missing = sys.modules.get("fairseq") is None
     if missing:
-        raise UserError(f"this command needs fairseq, which is not installed: {fairseq_remedy()}")
+        raise UserError(f"this command needs fairseq, which is not installed: {fairseq_install_hint()}")
 
 
-def shown(path: object, most: int = 100) -> str:
-    """A path as messages have it: a long one without its middle."""
+def shorten_path(path: object, max_length: int = 100) -> str:
+    """Return a path for a message; a path longer than ``max_length`` characters loses its middle."""
     text = os.fsdecode(path) if isinstance(path, (bytes, os.PathLike)) else str(path)
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 3 :]}"
+    return text if len(text) <= max_length else f"{text[: max_length // 2]}…{text[-max_length // 3 :]}"
 
 
-def os_line(error: OSError, path: object = None) -> str | None:
-    """What an error of the system says of a path, or of this machine; nothing where it is about neither.
+def oserror_message(error: OSError, path: object = None) -> str | None:
+    """Return the message for an error of the operating system.
 
-    ``path``: the one to name, in place of the one that the error knows.
+    Args:
+        error: The error.
+        path: Path to name instead of the path of the error.
+
+    Returns:
+        One line, or None if the error is about neither a path nor a limit of this machine.
     """
     path = error.filename if path is None else path
     if error.errno == errno.ENOMEM:
@@ -87,18 +96,18 @@ def os_line(error: OSError, path: object = None) -> str | None:
     if error.errno in _LIMITS and not (error.errno == errno.EIO and path is not None):
         return _LIMITS[error.errno]
     if error.errno in _FULL:
-        where = f" while writing {shown(path)}" if path is not None else ""
+        where = f" while writing {shorten_path(path)}" if path is not None else ""
         return f"{_FULL[error.errno]}{where}: free some and run this again"
     if error.errno is None or path is None or isinstance(path, int):
         return None
     wrong, remedy = _PATHS.get(error.errno, (f"cannot be used ({os.strerror(error.errno)})", _ANOTHER))
-    return f"{shown(path)} {wrong}: {remedy}"
+    return f"{shorten_path(path)} {wrong}: {remedy}"
 
 
 def _library_line(error: BaseException) -> str | None:
-    """Why a shared library could not be mapped into memory, if that is what went wrong here or before.
+    """Message if a shared library could not be mapped into memory, here or in a cause of ``error``; else None.
 
-    The system's message gives no reason. It is the disk where that forbids to run programs, else memory.
+    The system gives no reason. It is the disk if that is mounted with noexec, else memory.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -108,7 +117,8 @@ def _library_line(error: BaseException) -> str | None:
     else:
         return None
     if os.statvfs(sys.prefix).f_flag & os.ST_NOEXEC:
-        return f"{match[1]} cannot be loaded: {shown(sys.prefix)} is on a disk mounted with noexec: install elsewhere"
+        prefix = shorten_path(sys.prefix)
+        return f"{match[1]} cannot be loaded: {prefix} is on a disk mounted with noexec: install elsewhere"
     return (
         f"not enough memory to load {match[1]}: raise the limit of address space (ulimit -v), or end other programs; "
         "if neither is short, see whether the library's disk is mounted with noexec"
@@ -116,14 +126,17 @@ def _library_line(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def enough_memory(what: str) -> Iterator[None]:
-    """Turn an error of torch's allocators into one line.
+def explain_memory_errors(what: str) -> Iterator[None]:
+    """Turn errors of torch's allocators into a UserError.
 
     Args:
-        what: is allocated within.
+        what: What is allocated, for the message.
+
+    Yields:
+        Nothing.
 
     Raises:
-        UserError: this machine's memory is too small for it.
+        UserError: The memory of this machine is too small for it.
     """
     try:
         yield
@@ -133,26 +146,26 @@ def enough_memory(what: str) -> Iterator[None]:
         raise
 
 
-def told(error: BaseException) -> str | None:
-    """The one line that a user is told; nothing where the error is none of theirs but a bug."""
+def user_message(error: BaseException) -> str | None:
+    """Return the one-line message for a user, or None if the error is a bug rather than bad input."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _FAIRSEQ:
-        return f"this command needs fairseq, and {error.name} is not installed: {fairseq_remedy()}"
+        return f"this command needs fairseq, and {error.name} is not installed: {fairseq_install_hint()}"
     if isinstance(error, (ImportError, OSError)) and (line := _library_line(error)):
         return line
     if isinstance(error, OSError):
-        return os_line(error)
+        return oserror_message(error)
     if isinstance(error, MemoryError):
         return f"not enough memory: {_MEMORY}"
     if isinstance(error, RuntimeError):
-        # torch's allocators; pathlib before Python 3.13
-        if found := _TORCH_MEMORY.search(str(error)):
-            asked = f" ({int(found[1]):,} bytes more were asked for)" if found[1] else " on the GPU"
-            return f"not enough memory{asked}: {_MEMORY}"
+        # raised by torch's allocators, and by pathlib before Python 3.13
+        if match := _TORCH_MEMORY.search(str(error)):
+            detail = f" ({int(match[1]):,} bytes more were asked for)" if match[1] else " on the GPU"
+            return f"not enough memory{detail}: {_MEMORY}"
         if str(error) == "can't start new thread":
             return _LIMITS[errno.EAGAIN]
         if str(error).startswith("Symlink loop from "):
             path = str(error).removeprefix("Symlink loop from ").strip("'\"")
-            return os_line(OSError(errno.ELOOP, "", path))
+            return oserror_message(OSError(errno.ELOOP, "", path))
     return None

@@ -1,4 +1,4 @@
-"""What an encoding tells the analysis: the log-bias of a head as a formula of the distance."""
+"""Log-bias of a head as a formula of the distance, for the convergence proofs of the analysis."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -6,13 +6,14 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class LogBias:
-    """ln b_n = bias(n) of one head at distance n = 0, 1, … tokens: what the analysis of Σ exp(bias) is told.
+    """The log-bias ln b_n = bias(n) of one head at distance n = 0, 1, … tokens.
 
-    Args:
-        formula: an expression in n as ``fairseq-rpe verdict --formula`` reads it; :func:`exact` writes parameters.
-        note: ends the reason of the verdict, e.g. which parameters decide it.
-        at_least: the formula is only a lower bound, up to a constant; then only divergence can follow.
-        keys: the formula holds for n < keys, and the bias is -∞ from there on.
+    Attributes:
+        formula: Expression in n in the syntax of ``fairseq-rpe verdict --formula``; write parameters with
+            :func:`exact_fraction`.
+        note: End of the verdict's reason, such as the parameters that decide it.
+        at_least: The formula is only a lower bound, up to a constant; it can then prove divergence but not convergence.
+        keys: The formula holds for n < keys, and the bias is -∞ from there on; None: it holds for every n.
     """
 
     formula: str
@@ -21,10 +22,10 @@ class LogBias:
     keys: int | None = None
 
 
-def exact(value: float, decimal: bool = False) -> str:
-    """A float as the exact fraction that it is, or with ``decimal`` as the decimal that it is written as.
+def exact_fraction(value: float, decimal: bool = False) -> str:
+    """Return the exact fraction that a float represents, or with ``decimal`` that of its shortest decimal notation.
 
-    >>> exact(0.375), exact(0.1, decimal=True)
+    >>> exact_fraction(0.375), exact_fraction(0.1, decimal=True)
     ('(3/8)', '(1/10)')
     """
     return f"({Fraction(repr(value)) if decimal else Fraction(value)})"

@@ -1,4 +1,4 @@
-"""Names to classes. A name registered twice is an error; an unknown one suggests the nearest."""
+"""Registries of named classes, which other packages extend through entry points."""
 
 import inspect
 from collections.abc import Callable
@@ -6,28 +6,36 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from fairseq_rpe.core.arguments import described
-from fairseq_rpe.core.errors import UserError, shown
-from fairseq_rpe.core.spec import Option, canonical, configure, nearest, options_of, parse
+from fairseq_rpe.core.arguments import describe_value
+from fairseq_rpe.core.errors import UserError, shorten_path
+from fairseq_rpe.core.spec import Option, canonical, configure, did_you_mean, list_options, parse
 
 T = TypeVar("T")
 
 
-def _place(item: Any) -> str:
-    """A class, function or other object by its kind, its name and where it begins."""
+def _describe_item(item: Any) -> str:
+    """Name a class or function with its file and line, and any other object by its type."""
     if not isinstance(item, type) and not inspect.isfunction(item):
-        return described(item)
+        return describe_value(item)
     kind = "the class" if isinstance(item, type) else "the function"
     try:
-        place = f" ({shown(inspect.getsourcefile(item) or '')}:{inspect.getsourcelines(item)[1]})"
-    except (OSError, TypeError):  # typed into an interpreter
-        place = ""
-    return f"{kind} {item.__name__}{place}"
+        location = f" ({shorten_path(inspect.getsourcefile(item) or '')}:{inspect.getsourcelines(item)[1]})"
+    except (OSError, TypeError):  # defined in an interactive session
+        location = ""
+    return f"{kind} {item.__name__}{location}"
 
 
 @dataclass(frozen=True)
 class Description:
-    """One registered name as a user sees it."""
+    """A registered class as shown to a user.
+
+    Attributes:
+        name: Its name in specs.
+        summary: First line of its docstring.
+        formula: Its formula.
+        paper: Reference.
+        options: Its options.
+    """
 
     name: str
     summary: str
@@ -39,12 +47,12 @@ class Description:
 class Registry(Generic[T]):
     """A table of named classes that other packages extend through entry points.
 
-    A class has a docstring, ``formula``, ``paper`` and a dataclass ``Config`` of its options.
+    A registered class has a docstring, ``formula``, ``paper`` and ``Config``, a dataclass of its options.
 
     Args:
-        kind: what is registered, in words ("encoding"); used in messages.
-        group: entry-point group that is loaded before a name is looked up.
-        hint: ends the message about an unknown name.
+        kind: Kind of the classes, such as "encoding", for messages.
+        group: Entry-point group that is loaded before a name is looked up.
+        hint: End of the message about an unknown name.
     """
 
     def __init__(self, kind: str, group: str, hint: str = "") -> None:
@@ -53,13 +61,17 @@ class Registry(Generic[T]):
         self._entry_points_loaded = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Class decorator: ``@registry.register("alibi")``."""
+        """Return a class decorator that registers a class: ``@registry.register("alibi")``.
+
+        Raises:
+            UserError: The name is registered for another class, or the decorated object is not such a class.
+        """
 
         def add(item: T) -> T:
             if not isinstance(item, type) or not hasattr(item, "Config"):
                 raise UserError(
-                    f"@register('{shown(name)}') is on {_place(item)}, which is no {self.kind}: put it on a class that "
-                    f"is derived from one of the base classes of {self.group}"
+                    f"@register('{shorten_path(name)}') is on {_describe_item(item)}, which is no {self.kind}: put it "
+                    f"on a class that is derived from one of the base classes of {self.group}"
                 )
             if name in self._table and self._table[name] is not item:
                 raise UserError(f"{self.kind} '{name}' is registered twice: rename one of them")
@@ -69,7 +81,7 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> list[str]:
-        """All names, sorted; the first call loads what other packages register."""
+        """Return all names, sorted; the first call loads the entry points."""
         if not self._entry_points_loaded:
             self._entry_points_loaded = True
             for point in entry_points(group=self.group):
@@ -77,31 +89,43 @@ class Registry(Generic[T]):
         return sorted(self._table)
 
     def describe(self) -> list[Description]:
-        """What is registered, for lists and docs."""
+        """Return a description of every registered class, sorted by name."""
         rows = []
         for name in self.names():
             cls: Any = self._table[name]
             summary = (inspect.getdoc(cls) or "").strip().split("\n")[0]
-            rows.append(Description(name, summary, cls.formula, cls.paper, options_of(cls.Config)))
+            rows.append(Description(name, summary, cls.formula, cls.paper, list_options(cls.Config)))
         return rows
 
     def resolve(self, spec: str) -> tuple[T, str, Any]:
-        """The class, the name and the config that a spec string stands for."""
-        name, given = parse(spec)
+        """Parse a spec string.
+
+        Returns:
+            The class, its name and its config.
+
+        Raises:
+            UserError: The spec is malformed, its name is unknown, or an option is wrong.
+        """
+        name, options = parse(spec)
         cls: Any = self.get(name)
-        return cls, name, configure(cls.Config, name, given)
+        return cls, name, configure(cls.Config, name, options)
 
     def normalise(self, spec: str) -> str:
-        """The spec with defaults left out and values in one spelling; raises UserError where it is wrong."""
+        """Return the canonical form of a spec: without defaults, with values in one spelling.
+
+        Raises:
+            UserError: As :meth:`resolve`.
+        """
         _, name, config = self.resolve(spec)
         return canonical(name, config)
 
     def get(self, name: str) -> T:
-        """The class called ``name``.
+        """Return the class with this name.
 
-        Raises UserError: there is none; the message lists the names, the nearest one and the hint.
+        Raises:
+            UserError: There is none; the message suggests the closest name and lists all names.
         """
         if name not in self._table and name not in self.names():
-            known, near = ", ".join(self.names()), nearest(name, self._table)
-            raise UserError(f"unknown {self.kind} '{shown(name)}'{near}; known: {known}{self.hint}")
+            names, hint = ", ".join(self.names()), did_you_mean(name, self._table)
+            raise UserError(f"unknown {self.kind} '{shorten_path(name)}'{hint}; known: {names}{self.hint}")
         return self._table[name]

@@ -39,17 +39,21 @@ SPEC_OPTIONS = {
     ("dual_chunk", "cap"): "max_position",
     ("forgetting", "longest"): "max_timescale",
     ("forgetting", "shortest"): "min_timescale",
+    ("inv_n", "form"): "variant",
+    ("inv_nlnn", "form"): "variant",
     ("leaky_rerope", "leak"): "k",
     ("lm_infinite", "ceiling"): "max_distance",
     ("music", "beyond"): "out_of_range",
+    ("offset", "by"): "offset",
+    ("random_padding", "max"): "max_position",
     ("randomized", "max"): "max_position",
     ("rope", "scaled"): "temperature_on",
     ("sandwich", "form"): "variant",
     ("shape", "max"): "max_position",
     ("shaw", "clip"): "max_distance",
-    ("shift", "by"): "offset",
     ("transformer_xl", "clamp"): "max_distance",
     ("type1", "form"): "variant",
+    ("type2", "form"): "variant",
 }
 
 # old key of a recipe -> new key

@@ -1,4 +1,4 @@
-"""Pairs of a query and a key that are scored at positions of their own."""
+"""Regions of (query, key) pairs that are scored at rotary positions of their own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,28 +8,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RotationRegion:
-    """Pairs whose score is (R_p q_i)·(R_r k_j) / sqrt(D): the query turned for p = ``q[i]``, the key for r = ``k[j]``.
+    """Pairs with score (R_p q_i)·(R_r k_j) / sqrt(D): the query rotated for p = ``q[i]``, the key for r = ``k[j]``.
 
-    An encoding names several. Every pair that a query may see is in at most one of them; pairs in none are hidden.
+    An encoding has several regions. Every visible pair is in at most one of them; pairs in none are hidden.
 
     Attributes:
-        q: (B or 1, n or 1) position at which each query is turned.
-        k: (B or 1, m or 1) position at which each key is turned.
-        covers: of the true positions of queries and keys, which broadcast: bool, whether a pair is in this region.
-        keys: of the least and the largest true position of some queries, the same of the keys that may be with one of
-            them in this region. Too wide costs time, too narrow is wrong.
+        q: (B or 1, n or 1) position for which each query is rotated.
+        k: (B or 1, m or 1) position for which each key is rotated.
+        covers: Maps the true positions of queries and keys, which broadcast, to bool: whether a pair is in the region.
+        key_range: Maps the smallest and the largest true position of some queries to those of the keys that may share
+            this region with one of them. A range that is too wide costs time; one that is too narrow is wrong.
     """
 
     q: Tensor
     k: Tensor
     covers: Callable[[Tensor, Tensor], Tensor]
-    keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    key_range: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    def part(self, queries: slice, keys: slice) -> "RotationRegion":
-        """The same for some of the queries and keys."""
-        return RotationRegion(some(self.q, queries), some(self.k, keys), self.covers, self.keys)
+    def select(self, queries: slice, keys: slice) -> "RotationRegion":
+        """Return the region of some of the queries and keys."""
+        q, k = _select_columns(self.q, queries), _select_columns(self.k, keys)
+        return RotationRegion(q, k, self.covers, self.key_range)
 
 
-def some(at: Tensor, of: slice) -> Tensor:
-    """Columns of (B or 1, n), or the only one that there is."""
-    return at if at.shape[1] == 1 else at[:, of]
+def _select_columns(positions: Tensor, columns: slice) -> Tensor:
+    """Columns of (B or 1, n), or the only column of (B or 1, 1)."""
+    return positions if positions.shape[1] == 1 else positions[:, columns]

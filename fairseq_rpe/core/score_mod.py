@@ -1,4 +1,4 @@
-"""What a bias form adds to one score, as torch's FlexAttention wants it: a function of (score, batch, head, i, j)."""
+"""Biases as ``score_mod`` functions of torch's FlexAttention, which map (score, batch, head, query, key) to a score."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,7 @@ from fairseq_rpe.core.bias import (
     ContentBias,
     DenseBias,
     KeyTableBias,
-    PiecewiseLinear,
     PointwiseBias,
-    Positions,
     QueryKeyTableBias,
     QueryTableBias,
     ScaledDistanceBias,
@@ -22,132 +20,135 @@ from fairseq_rpe.core.bias import (
     TokenBias,
 )
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 
-Function = Callable[..., Tensor]
-CELLS = 1 << 14  # of the table in which a curve's pieces are looked up
-COMPARED = 4  # ends in a cell, or a multiple: a network that learns should not compile anew with every kink
-
-
-def columns(form: ToeplitzBias | QueryTableBias | KeyTableBias, pos: Positions) -> tuple[Tensor, Tensor]:
-    """int32 a (B or 1, n) and b (B or 1, m) with a_i - b_j the column of the table, before clamping."""
-    first = pos.k[:, :1]  # a common offset need not be a multiple of the step
-    a, b = (torch.round((x - first) / form.step).int().contiguous() for x in (pos.q, pos.k))
-    return a + form.origin, b
+ScoreMod = Callable[..., Tensor]
+LOOKUP_CELLS = 1 << 14  # cells of the table that finds the piece of an x
+# Comparisons per look-up are rounded up to a multiple, so that learning, which moves kinks, seldom compiles anew.
+COMPARISON_STEP = 4
 
 
-def pieces_between(
-    form: ScaledDistanceBias, pos: Positions, padding: Tensor | None = None, last_query: Tensor | None = None
-) -> PiecewiseLinear:
-    """The pieces of ``form`` from 0 to the largest x of a pair that is seen, at least to 1.
+def column_offsets(table: ToeplitzBias | QueryTableBias | KeyTableBias, pos: Positions) -> tuple[Tensor, Tensor]:
+    """Return a and b such that a_i - b_j is the column of ``table`` for query i and key j, before clamping.
 
-    ``padding`` (B, m) bool, True at keys that nobody sees; ``last_query`` (B, m), the last query that sees each key.
+    Args:
+        table: A table by distance.
+        pos: Positions of the n queries and m keys.
+
+    Returns:
+        int32 a (B or 1, n) and b (B or 1, m).
     """
-    n, m = pos.q.shape[1], pos.k.shape[1]
-    with torch.no_grad():
-        reach = torch.arange(m - n, m, device=form.far.device)[None]  # the longest distance that each query sees
-        if padding is not None:
-            first = padding.long().argmin(dim=1, keepdim=True).masked_fill(padding.all(1, keepdim=True), m)
-            reach = reach - first
-        if last_query is not None:  # a document begins behind the last query that sees the token before
-            index = torch.arange(m, device=reach.device)
-            begins = F.pad(last_query[:, :-1] < index[1:], (1, 0), value=True)
-            reach = torch.minimum(reach, (index - torch.where(begins, index, 0).cummax(1).values)[:, m - n :])
-        x = form.far[reach.clamp_min(0)] * form.near
-        top = max(1.0, float(x.masked_fill(reach < 0, 0.0).max()))
-    return form.pieces(top)
+    first = pos.k[:, :1]  # subtracted, because a common offset need not be a multiple of the step
+    a, b = (torch.round((x - first) / table.step).int().contiguous() for x in (pos.q, pos.k))
+    return a + table.origin, b
 
 
 def score_mod(
-    form: Bias | None, pos: Positions, batch: int, padding: Tensor | None = None, last_query: Tensor | None = None
-) -> Function | None:
-    """What adds the bias ``form`` to a score, for ``batch`` rows; None where there is no bias.
+    bias: Bias | None, pos: Positions, batch: int, padding: Tensor | None = None, last_query: Tensor | None = None
+) -> ScoreMod | None:
+    """Return the function that adds ``bias`` to a score.
 
-    A function of (score, batch, head, query, key), which are scalars. All that varies is a tensor, and numbers in
-    closures would be compiled in. Tensors in closures are copies: torch 2.13 gives captured views no gradient, without
-    a word, and compiles other strides anew. Indices stay in bounds for pairs in the future and past a ragged end too:
-    kernels call these functions there and mask the result.
+    Everything that varies is a captured tensor, because captured numbers would be compiled in. Captured tensors are
+    copies: torch 2.13 silently gives captured views no gradient, and compiles other strides anew. Indices stay in
+    bounds for future pairs and past a ragged end too: kernels call these functions there and mask the result.
+
+    Args:
+        bias: The bias, or None.
+        pos: Positions of the n queries and m keys.
+        batch: Number of rows B.
+        padding: (B, m) bool, True at padding keys.
+        last_query: (B, m) index of the last query that sees each key.
+
+    Returns:
+        A function of (score, batch, head, query, key), all scalars; None without a bias.
+
+    Raises:
+        UserError: The bias is not a function of one score.
     """
-    if form is None:
+    if bias is None:
         return None
-    if isinstance(form, DenseBias):
-        bias = _copy(form.bias) if form.bias.requires_grad else form.bias
-        row = torch.full((), len(bias) > 1, dtype=torch.int32, device=bias.device)
-        return lambda score, b, h, i, j: score + bias[b * row, h, i, j]
-    if isinstance(form, ContentBias):
-        return _of_content(form, pos, batch, padding, last_query)
-    if isinstance(form, ScaledDistanceBias):
-        return _from_pieces(form, pieces_between(form, pos, padding, last_query), pos, batch)
-    positions = columns(form, pos) if isinstance(form, ToeplitzBias) else (pos.q, pos.k)
-    at_q, at_k = (_copy(x.expand(batch, -1)) for x in positions)
-    if isinstance(form, ToeplitzBias):
-        table, last = _copy(form.table), at_q.new_full((), form.table.shape[1] - 1)
-        return lambda score, b, h, i, j: score + table[h, torch.minimum((at_q[b, i] - at_k[b, j]).clamp_min(0), last)]
-    if isinstance(form, PointwiseBias):
-        scalar, numbers = form.scalar, [_copy(x) for x in form.numbers]
-        return lambda score, b, h, i, j: score + scalar(at_q[b, i], at_k[b, j], *[x[h] for x in numbers])
-    fn, aux = form.fn, form.aux
-    return lambda score, b, h, i, j: score + fn(at_q[b, i][None, None], at_k[b, j][None, None], *aux)[0, :, 0, 0][h]
+    if isinstance(bias, DenseBias):
+        dense = _copy(bias.bias) if bias.bias.requires_grad else bias.bias
+        row = torch.full((), len(dense) > 1, dtype=torch.int32, device=dense.device)  # 0: all rows share one bias
+        return lambda score, b, h, i, j: score + dense[b * row, h, i, j]
+    if isinstance(bias, ContentBias):
+        return _content_score_mod(bias, pos, batch, padding, last_query)
+    if isinstance(bias, ScaledDistanceBias):
+        return _scaled_distance_score_mod(bias, pos, batch, padding, last_query)
+    offsets = column_offsets(bias, pos) if isinstance(bias, ToeplitzBias) else (pos.q, pos.k)
+    q, k = (_copy(x.expand(batch, -1)) for x in offsets)
+    if isinstance(bias, ToeplitzBias):
+        table, last = _copy(bias.table), q.new_full((), bias.num_columns - 1)
+        return lambda score, b, h, i, j: score + table[h, torch.minimum((q[b, i] - k[b, j]).clamp_min(0), last)]
+    if isinstance(bias, PointwiseBias):
+        scalar_fn, parameters = bias.scalar_fn, [_copy(x) for x in bias.parameters]
+        return lambda score, b, h, i, j: score + scalar_fn(q[b, i], k[b, j], *[x[h] for x in parameters])
+    fn, aux = bias.fn, bias.aux
+    # fn maps (1, 1) positions to (1, H, 1, 1)
+    return lambda score, b, h, i, j: score + fn(q[b, i][None, None], k[b, j][None, None], *aux)[0, :, 0, 0][h]
 
 
-def _of_content(
-    form: ContentBias, pos: Positions, batch: int, padding: Tensor | None, last_query: Tensor | None
-) -> Function | None:
-    """A bias that depends on the tokens: with a table it holds a number for each token and column, (B, H, n, R)."""
-    if isinstance(form, SumBias):
-        made = (score_mod(one, pos, batch, padding, last_query) for one in form.forms)
-        adding = [add for add in made if add is not None]
+def _content_score_mod(
+    bias: ContentBias, pos: Positions, batch: int, padding: Tensor | None, last_query: Tensor | None
+) -> ScoreMod:
+    """A content bias; with a table, the products with all vectors, (B, H, n, R), are computed beforehand."""
+    if isinstance(bias, SumBias):
+        terms = (score_mod(term, pos, batch, padding, last_query) for term in bias.terms)
+        term_mods = [mod for mod in terms if mod is not None]
 
-        def all_of_them(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            for add in adding:
-                score = add(score, b, h, i, j)
+        def sum_score_mods(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            for mod in term_mods:
+                score = mod(score, b, h, i, j)
             return score
 
-        return all_of_them
-    if isinstance(form, TokenBias):
-        middle = form.key.detach().mean(2, keepdim=True)  # rounded to float32, which holds small numbers better
-        of_query, of_key = ((x.expand(batch, -1, -1)).float() for x in (form.query + middle, form.key - middle))
-        return lambda score, b, h, i, j: score + (of_query[b, h, i] + of_key[b, h, j])
-    if isinstance(form, QueryKeyTableBias):
+        return sum_score_mods
+    if isinstance(bias, TokenBias):
+        mean = bias.key.detach().mean(2, keepdim=True)  # centred, because float32 is more precise for small numbers
+        query, key = ((x.expand(batch, -1, -1)).float() for x in (bias.query + mean, bias.key - mean))
+        return lambda score, b, h, i, j: score + (query[b, h, i] + key[b, h, j])
+    if isinstance(bias, QueryKeyTableBias):
         raise UserError(
             "a bias that multiplies queries, keys and vectors of their distance is no function of one score: use "
             "attention backend 'sdpa'"
         )
-    at_q, at_k = (_copy(x.expand(batch, -1)) for x in columns(form, pos))
-    own = form.query if isinstance(form, QueryTableBias) else form.key
-    table = _copy(torch.matmul(own, form.vectors.to(own.dtype).mT).expand(batch, -1, -1, -1))
-    last = at_q.new_full((), form.vectors.shape[1] - 1)
-    if isinstance(form, QueryTableBias):
-        return lambda score, b, h, i, j: (
-            score + table[b, h, i, torch.minimum((at_q[b, i] - at_k[b, j]).clamp_min(0), last)]
-        )
-    return lambda score, b, h, i, j: score + table[b, h, j, torch.minimum((at_q[b, i] - at_k[b, j]).clamp_min(0), last)]
+    q, k = (_copy(x.expand(batch, -1)) for x in column_offsets(bias, pos))
+    x = bias.query if isinstance(bias, QueryTableBias) else bias.key
+    table = _copy(torch.matmul(x, bias.vectors.to(x.dtype).mT).expand(batch, -1, -1, -1))  # (B, H, n or m, R)
+    last = q.new_full((), bias.num_columns - 1)
+    if isinstance(bias, QueryTableBias):
+        return lambda score, b, h, i, j: score + table[b, h, i, torch.minimum((q[b, i] - k[b, j]).clamp_min(0), last)]
+    return lambda score, b, h, i, j: score + table[b, h, j, torch.minimum((q[b, i] - k[b, j]).clamp_min(0), last)]
 
 
 def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _from_pieces(form: ScaledDistanceBias, pieces: PiecewiseLinear, pos: Positions, batch: int) -> Function:
-    """The piece of x is the number of ends <= x: those in the cells before x's, looked up, and a few that are compared.
+def _scaled_distance_score_mod(
+    bias: ScaledDistanceBias, pos: Positions, batch: int, padding: Tensor | None, last_query: Tensor | None
+) -> ScoreMod:
+    """The piece of x is the number of breakpoints <= x: those in the cells before x's, looked up, and a few compared.
 
-    A binary search would load less often only for clustered ends, and what inductor makes of a chain of look-ups grows
-    exponentially with its length.
+    A binary search would load less often only for clustered breakpoints, and what inductor makes of a chain of look-ups
+    grows exponentially with its length.
     """
-    ends, middle, value, slope = pieces.ends, _copy(pieces.middle), _copy(pieces.value), _copy(pieces.slope)
-    scale = (CELLS - 1) / ends[-1] if len(ends) else ends.new_ones(())
-    held = torch.bincount((ends * scale).int().clamp(0, CELLS - 1), minlength=CELLS)
-    before = (held.cumsum(0) - held).int()
-    compared = max(1, -(-int(held.max()) // COMPARED)) * COMPARED
-    ends = F.pad(ends, (0, compared), value=float("nan"))  # never <= x, whatever x
-    far, near = _copy(form.far), _copy(form.near.expand(batch, -1))
-    shift = torch.full((), pos.k.shape[1] - pos.q.shape[1], device=far.device)
+    pieces = bias.pieces_in_range(pos, padding, last_query)
+    midpoints, value, slope = _copy(pieces.midpoints), _copy(pieces.value), _copy(pieces.slope)
+    ends = pieces.breakpoints
+    scale = (LOOKUP_CELLS - 1) / ends[-1] if len(ends) else ends.new_ones(())
+    counts = torch.bincount((ends * scale).int().clamp(0, LOOKUP_CELLS - 1), minlength=LOOKUP_CELLS)
+    before = (counts.cumsum(0) - counts).int()  # (LOOKUP_CELLS,) breakpoints in earlier cells
+    comparisons = max(1, -(-int(counts.max()) // COMPARISON_STEP)) * COMPARISON_STEP
+    ends = F.pad(ends, (0, comparisons), value=float("nan"))  # NaN is never <= x
+    distance_values, query_scale = _copy(bias.distance_values), _copy(bias.query_scale.expand(batch, -1))
+    shift = torch.full((), pos.k.shape[1] - pos.q.shape[1], device=distance_values.device)
 
     def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        x = far[(i + shift - j).clamp_min(0)] * near[b, i]
-        first = before[(x * scale).clamp_max(CELLS - 1).int().clamp_min(0)]
+        x = distance_values[(i + shift - j).clamp_min(0)] * query_scale[b, i]
+        first = before[(x * scale).clamp_max(LOOKUP_CELLS - 1).int().clamp_min(0)]
         piece = first
-        for place in range(compared):
-            piece = piece + (ends[first + place] <= x).int()
-        return score + value[h, piece] + slope[h, piece] * (x - middle[piece])
+        for offset in range(comparisons):
+            piece = piece + (ends[first + offset] <= x).int()
+        return score + value[h, piece] + slope[h, piece] * (x - midpoints[piece])
 
     return add

@@ -1,8 +1,7 @@
-"""Spec strings: ``name`` or ``name:key=value,key=value`` name a thing everywhere.
+"""Spec strings, ``name`` or ``name:key=value,key=value``, which name an encoding, position transform or task.
 
-The same string is the command-line flag, the sweep's cell, the result file's key and the
-figure's legend. Options are the fields of a dataclass made with :func:`option`; an unknown
-key, a value of the wrong type or one out of range raises :class:`UserError` in one line.
+The same string is the value of a command-line option, a run of a sweep, the key of a result and the legend of a figure.
+Options are the fields of a dataclass made with :func:`option`.
 """
 
 import dataclasses
@@ -17,8 +16,9 @@ from typing import Any
 
 from fairseq_rpe.core.arguments import check_text
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.renamed import SPEC_OPTIONS
 
-MOST = 10**9  # of whole numbers that have no maximum of their own
+MAX_INTEGER = 10**9  # of integer options without a maximum
 
 
 def option(
@@ -30,14 +30,33 @@ def option(
     above: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A dataclass field with help and a range: ``minimum <= value <= maximum``, ``value > above``."""
+    """Return a dataclass field for an option.
+
+    Args:
+        default: Default value.
+        help: One line for lists and docs.
+        choices: Allowed values.
+        minimum: Smallest allowed value.
+        above: Exclusive lower bound.
+        maximum: Largest allowed value.
+
+    Returns:
+        What :func:`dataclasses.field` returns; the limits are its metadata.
+    """
     limits = {"help": help, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
     return dataclasses.field(default=default, metadata=limits)
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option as shown to a user."""
+    """One option as shown to a user.
+
+    Attributes:
+        key: Name of the option.
+        default: Default value.
+        help: One line about it.
+        choices: Allowed values, if they are listed.
+    """
 
     key: str
     default: Any
@@ -45,8 +64,12 @@ class Option:
     choices: Sequence[Any] | None = None
 
 
-def options_of(config: type) -> list[Option]:
-    """The options that a config dataclass declares, in order. Raises UserError: it is no dataclass."""
+def list_options(config: type) -> list[Option]:
+    """Return the options that a config dataclass declares, in order.
+
+    Raises:
+        UserError: ``config`` is not a dataclass.
+    """
     _check_dataclass(config, config.__qualname__)
     return [
         Option(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("choices"))
@@ -59,55 +82,77 @@ def _check_dataclass(config: type, what: str) -> None:
         raise UserError(f"{what} is no dataclass: decorate it with @dataclass(frozen=True)")
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the closest of ``words``, or nothing."""
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the closest of ``words``, or "" if none is close."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def parse(spec: str) -> tuple[str, dict[str, str]]:
-    """Split ``name:key=value,key=value`` into the name and its raw options.
+    """Split ``name:key=value,key=value`` into the name and its options as text.
 
-    >>> parse("type1:form=paper")
-    ('type1', {'form': 'paper'})
+    >>> parse("type1:variant=paper")
+    ('type1', {'variant': 'paper'})
+
+    Raises:
+        UserError: The spec is malformed or gives an option twice.
     """
     check_text("a spec", spec, "name:key=value")
     name, colon, rest = spec.strip().partition(":")
     name = name.strip()
     if not name or (colon and not rest.strip()):
         raise UserError(f"spec '{spec}' is incomplete: write name or name:key=value,key=value")
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     for item in rest.split(",") if colon else []:
-        key, equals, value = (part.strip() for part in item.partition("="))
+        key, equals, value = (text.strip() for text in item.partition("="))
         if not (key and equals and value):
             raise UserError(f"spec '{spec}': '{item}' is not key=value")
-        if key in given:
+        if key in options:
             raise UserError(f"spec '{spec}': option '{key}' is given twice")
-        given[key] = value
-    return name, given
+        options[key] = value
+    return name, options
 
 
-def configure(config: type, name: str, given: dict[str, str]) -> Any:
-    """Build ``config`` from raw options; ``name`` is only for messages.
+def configure(config: type, name: str, options: dict[str, str]) -> Any:
+    """Build a config dataclass from options as :func:`parse` returns them.
 
-    Raises UserError: unknown key, value of the wrong type, value out of range, or ``config`` is no dataclass.
+    Args:
+        config: The dataclass.
+        name: Name in the spec, for messages.
+        options: Values by key, as text.
+
+    Returns:
+        An instance of ``config``.
+
+    Raises:
+        UserError: A key is unknown or has been renamed, a value has the wrong type or is out of range, or ``config`` is
+            not a dataclass.
     """
     _check_dataclass(config, f"Config of '{name}'")
     hints = typing.get_type_hints(config)
     fields = {f.name: f for f in dataclasses.fields(config)}
     values = {}
-    for key, text in given.items():
+    for key, text in options.items():
         if key not in fields:
-            known = ", ".join(f"{o.key}={show(o.default)}" for o in options_of(config)) or "none"
-            raise UserError(f"'{name}' has no option '{key}'{nearest(key, fields)}; its options and defaults: {known}")
+            if SPEC_OPTIONS.get((name, key)) in fields:
+                raise UserError(f"'{name}' has no option '{key}': it is called '{SPEC_OPTIONS[name, key]}' now")
+            defaults = ", ".join(f"{o.key}={format_value(o.default)}" for o in list_options(config)) or "none"
+            raise UserError(
+                f"'{name}' has no option '{key}'{did_you_mean(key, fields)}; its options and defaults: {defaults}"
+            )
         value = _convert(name, key, text, hints[key])
         _check_range(name, key, value, fields[key].metadata)
         values[key] = value
     return config(**values)
 
 
-def number(text: str) -> float:
-    """``0.25`` or ``1/4``; raises ValueError or ZeroDivisionError where it is no finite number."""
+def parse_number(text: str) -> float:
+    """Convert text such as ``0.25`` or ``1/4`` to a float.
+
+    Raises:
+        ValueError: It is not a finite number.
+        ZeroDivisionError: The denominator is 0.
+    """
     top, slash, bottom = text.partition("/")
     value = float(top) / float(bottom) if slash else float(top)
     if not math.isfinite(value):
@@ -115,10 +160,10 @@ def number(text: str) -> float:
     return value
 
 
-def show(value: Any) -> str:
-    """A value as it is written in a spec string, numbers exactly: as a fraction where no short decimal is it.
+def format_value(value: Any) -> str:
+    """Return a value as it is written in a spec string: a float as a short decimal if that is exact, else a fraction.
 
-    >>> show(0.25), show(1 / 6), show(True), show(None)
+    >>> format_value(0.25), format_value(1 / 6), format_value(True), format_value(None)
     ('0.25', '1/6', 'true', 'none')
     """
     if not isinstance(value, float):
@@ -130,9 +175,9 @@ def show(value: Any) -> str:
 
 
 def canonical(name: str, config: Any) -> str:
-    """The spec string with only the options that differ from their defaults, in declared order."""
+    """Return the spec string with only the options that differ from their defaults, in declared order."""
     changed = [
-        f"{f.name}={show(getattr(config, f.name))}"
+        f"{f.name}={format_value(getattr(config, f.name))}"
         for f in dataclasses.fields(config)
         if getattr(config, f.name) != f.default
     ]
@@ -150,10 +195,10 @@ def _convert(name: str, key: str, text: str, hint: Any) -> Any:
     try:
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
-        return number(text) if kind is float else kind(text)
+        return parse_number(text) if kind is float else kind(text)
     except (ValueError, KeyError, ZeroDivisionError):
-        wanted = " or ".join([_KINDS.get(kind, kind.__name__), *words])
-        raise UserError(f"option '{key}' of '{name}' wants {wanted}, not '{text}'") from None
+        expected = " or ".join([_KINDS.get(kind, kind.__name__), *words])
+        raise UserError(f"option '{key}' of '{name}' wants {expected}, not '{text}'") from None
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -169,13 +214,15 @@ def _check_range(name: str, key: str, value: Any, limits: Any) -> None:
         return
     choices = limits.get("choices")
     if choices is not None and value not in choices:
-        listed, shown = [show(c) for c in choices], show(value)
+        listed, text = [format_value(c) for c in choices], format_value(value)
         raise UserError(
-            f"option '{key}' of '{name}' is one of {', '.join(listed)}, not '{shown}'{nearest(shown, listed)}"
+            f"option '{key}' of '{name}' is one of {', '.join(listed)}, not '{text}'{did_you_mean(text, listed)}"
         )
     for limit, words, holds in _LIMITS:
         bound = limits.get(limit)
         if bound is None and limit == "maximum" and isinstance(value, int):
-            bound = MOST
+            bound = MAX_INTEGER
         if bound is not None and not isinstance(value, str) and not holds(value, bound):
-            raise UserError(f"option '{key}' of '{name}' must be {words} {show(bound)}, not {show(value)}")
+            raise UserError(
+                f"option '{key}' of '{name}' must be {words} {format_value(bound)}, not {format_value(value)}"
+            )

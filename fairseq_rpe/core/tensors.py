@@ -1,29 +1,29 @@
-"""Checks of tensors that callers give to public functions."""
+"""Checks of tensor arguments of public functions."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fairseq_rpe.core.arguments import described
-from fairseq_rpe.core.bias import Positions
+from fairseq_rpe.core.arguments import describe_value
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of 16 bits or more
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # floating-point types of at least 16 bits
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Check that an argument is a tensor whose numbers torch's plain operations can read.
+    """Check that an argument is a dense tensor with values.
 
     Args:
-        name: of the argument; a plural ends in s.
-        x: the argument.
+        name: Name of the argument; a plural ends in s.
+        x: Value of the argument.
 
     Raises:
-        UserError: it is no tensor, sparse, nested or quantised, or on device "meta".
+        UserError: It is not a tensor, is sparse, nested or quantised, or is on device "meta".
     """
     if not isinstance(x, Tensor):
-        raise UserError(f"{name} must be a torch tensor, not {described(x)}: convert it with torch.as_tensor")
+        raise UserError(f"{name} must be a torch tensor, not {describe_value(x)}: convert it with torch.as_tensor")
     if x.layout != torch.strided or x.is_nested or x.is_quantized:
         kind = "nested" if x.is_nested else "quantised" if x.is_quantized else str(x.layout).removeprefix("torch.")
         raise UserError(f"{name} must be a dense tensor, not a {kind} one: convert it, as with to_dense()")
@@ -32,27 +32,27 @@ def check_tensor(name: str, x: Any) -> None:
         raise UserError(f"{name} {verb} on device 'meta', where tensors have no values: create {it} on another device")
 
 
-def check_embedded(x: Any, positions: Any, width: int) -> None:
-    """Check what an encoding that acts at a model's input is given.
+def check_embedding_input(x: Any, positions: Any, width: int) -> None:
+    """Check the arguments of an encoding that acts at a model's input.
 
     Args:
-        x: the embedded tokens, (B, n, C).
-        positions: theirs, with q (B or 1, n).
-        width: C.
+        x: The embedded tokens, (B, n, C).
+        positions: Their :class:`Positions`, with q (B or 1, n).
+        width: Width C of the embeddings.
 
     Raises:
-        UserError: x is no dense floating-point tensor (B, n, C), or positions are no ``Positions`` of these tokens on
-            its device.
+        UserError: x is not a dense floating-point tensor (B, n, C), or positions are not the positions of these tokens
+            on the same device.
     """
     check_tensor("x", x)
-    if x.dim() != 3 or x.shape[2] != width or x.dtype not in FLOATS:
+    if x.dim() != 3 or x.shape[2] != width or x.dtype not in FLOAT_DTYPES:
         raise UserError(
             f"x is (batch, tokens, {width}) in a floating-point dtype of 16 bits or more, not {tuple(x.shape)} in "
             f"{str(x.dtype).removeprefix('torch.')}"
         )
     if not isinstance(positions, Positions):
         example = f"Positions.arange({x.shape[1]})"
-        raise UserError(f"positions must be Positions, such as {example}, not {described(positions)}")
+        raise UserError(f"positions must be Positions, such as {example}, not {describe_value(positions)}")
     if positions.q.shape not in ((1, x.shape[1]), tuple(x.shape[:2])):
         raise UserError(
             f"positions are of {tuple(positions.q.shape)} tokens, and x is of {tuple(x.shape[:2])}: give those of these"

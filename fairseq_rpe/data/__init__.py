@@ -1,1 +1,1 @@
-"""Corpora: the installed Python's library sources, or any text, as binarised corpora."""
+"""Corpora: any text, published data sets or the Python standard library, prepared as binarised data folders."""

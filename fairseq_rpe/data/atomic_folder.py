@@ -1,4 +1,4 @@
-"""The destination folder: recognised as our own, built beside it, replaced in one step."""
+"""Atomic output folders: built in a temporary folder on the same disk and renamed in one step when complete."""
 
 import contextlib
 import os
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.core.errors import UserError, os_line, shown
-from fairseq_rpe.data.folder import BINARIES, MANIFEST, describe_files, read_manifest
-from fairseq_rpe.utils.files import lock, removed_on_failure, write_json
+from fairseq_rpe.core.errors import UserError, oserror_message, shorten_path
+from fairseq_rpe.data.folder import BINARIES, MANIFEST, MANIFEST_KEYS, describe_files, read_manifest
+from fairseq_rpe.utils.files import exclusive_lock, remove_empty_on_failure, write_json
 
-_NAMED = 3  # settings in a message
-# parts of a key that are digests or numbers of no meaning to users
-_SAID = {
+_MAX_CHANGES = 3  # in a message
+# Keys of a manifest whose values mean nothing to users, and what a changed value means.
+_KEY_DESCRIPTIONS = {
     "format": "by another version",
     "digest": "of another text",
     "texts": "of another text",
@@ -22,23 +22,30 @@ _SAID = {
     "division": "of texts divided otherwise",
     "given_vocabulary": "with another vocabulary",
 }
+_OPTION_NAMES = {key: name for name, key in MANIFEST_KEYS.items()}
 _FILES = ("dict.txt", "spm.model", "vocab.json", "merges.txt", *BINARIES)
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What folders of a kind hold beside a vocabulary and splits."""
+class FolderContents:
+    """What a kind of folder contains in addition to a vocabulary and splits.
 
-    manifest: str  # the file that says how one was made
-    read: Callable[[Path], dict[str, Any]]  # what that says, nothing where it is not there or not of these commands
-    more: tuple[str, ...] = ()  # other files
+    Attributes:
+        manifest: Name of the file that records how the folder was made.
+        read: Reads the manifest of a folder; empty if there is none, or if another program wrote it.
+        more_files: Names of other files.
+    """
+
+    manifest: str
+    read: Callable[[Path], dict[str, Any]]
+    more_files: tuple[str, ...] = ()
 
 
-CORPUS = Contents(MANIFEST, read_manifest)
+CORPUS = FolderContents(MANIFEST, read_manifest)
 
 
-def _up_to_date(folder: Path, key: Mapping[str, Any], contents: Contents) -> dict[str, Any] | None:
-    """The manifest of ``folder`` if it was made with ``key`` and all its files are unchanged."""
+def _up_to_date(folder: Path, key: Mapping[str, Any], contents: FolderContents) -> dict[str, Any] | None:
+    """Return the manifest of ``folder`` if it was made with ``key`` and its files are unchanged, else None."""
     manifest = contents.read(folder)
     files = manifest.get("files")
     if any(manifest.get(name) != value for name, value in key.items()):
@@ -49,156 +56,177 @@ def _up_to_date(folder: Path, key: Mapping[str, Any], contents: Contents) -> dic
         return None
 
 
-def _check_same_settings(dest: Path, key: Mapping[str, Any], contents: Contents) -> None:
-    """Refuse a folder that these commands made with other settings: checkpoints may need its vocabulary."""
-    manifest = contents.read(dest)
+def _check_same_settings(out: Path, key: Mapping[str, Any], contents: FolderContents) -> None:
+    """Refuse to replace a folder that was made with other settings: checkpoints may need its vocabulary."""
+    manifest = contents.read(out)
     if manifest and any(manifest.get(name) != value for name, value in key.items()):
         changed = _changes(manifest, key) or ["other options"]
-        some = "; ".join(changed[:_NAMED]) + (f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else "")
+        changes = "; ".join(changed[:_MAX_CHANGES])
+        if len(changed) > _MAX_CHANGES:
+            changes += f" and {len(changed) - _MAX_CHANGES} more"
         raise UserError(
-            f"{dest} was made with other settings ({some}), and checkpoints may need its vocabulary: give another "
-            "--dest, or --overwrite to replace it"
+            f"{out} was made with other settings ({changes}), and checkpoints may need its vocabulary: give another "
+            "--out, or --overwrite to replace it"
         )
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In words, which settings of a folder differ from those that are given now."""
-    found = []
+    """Describe in words which settings of a folder differ from the present ones."""
+    changes = []
     for name, value in now.items():
         old = before.get(name)
-        if name in _SAID:
-            found += [_SAID[name]] * (old != value)
+        if name in _KEY_DESCRIPTIONS:
+            changes += [_KEY_DESCRIPTIONS[name]] * (old != value)
         elif isinstance(value, Mapping):
-            known = old if isinstance(old, Mapping) else {}
-            found += _changes(known, dict.fromkeys(known) | dict(value))
+            old_options = old if isinstance(old, Mapping) else {}
+            changes += _changes(old_options, dict.fromkeys(old_options) | dict(value))
         elif old != value:
-            found.append(f"{name} is {_value(old)} there, {_value(value)} here")
-    return found
+            changes.append(f"{_OPTION_NAMES.get(name, name)} is {_value(old)} there, {_value(value)} here")
+    return changes
 
 
 def _value(value: object) -> str:
-    return "the default" if value is None else shown(str(value))
+    return "the default" if value is None else shorten_path(str(value))
 
 
-def _check_replaceable(dest: Path, contents: Contents) -> None:
-    """Refuse a destination with anything in it that this command did not make."""
-    if os.path.lexists(dest) and not dest.is_dir():
-        raise UserError(f"{dest} is {'a file' if dest.is_file() else 'not a folder'}: give another --dest")
-    names = sorted(os.listdir(dest)) if dest.is_dir() else []
-    if names and not contents.read(dest):
-        raise UserError(f"{dest} is not empty and was not made by this command: move it or give another --dest")
-    foreign = [name for name in names if name not in (contents.manifest, *contents.more, *_FILES)]
+def _check_replaceable(out: Path, contents: FolderContents) -> None:
+    """Refuse an output folder that contains anything that these commands did not make."""
+    if os.path.lexists(out) and not out.is_dir():
+        raise UserError(f"{out} is {'a file' if out.is_file() else 'not a folder'}: give another --out")
+    names = sorted(os.listdir(out)) if out.is_dir() else []
+    if names and not contents.read(out):
+        raise UserError(f"{out} is not empty and was not made by this command: move it or give another --out")
+    foreign = [name for name in names if name not in (contents.manifest, *contents.more_files, *_FILES)]
     if foreign:
         raise UserError(
-            f"{dest / foreign[0]} was not made by this command and would be lost: move it or give another --dest"
+            f"{out / foreign[0]} was not made by this command and would be lost: move it or give another --out"
         )
 
 
 @contextlib.contextmanager
-def scratch(dest: Path) -> Iterator[Path]:
-    """A temporary folder on the disk of ``dest``, for one process at a time, removed in the end.
+def scratch_folder(out: Path) -> Iterator[Path]:
+    """Make a temporary folder next to an output folder, and remove it in the end.
 
-    What a killed process left there is removed first; a second process waits for the first. Folders above ``dest`` that
-    were missing are removed again where the work fails. Raises UserError for any ``OSError`` inside.
+    Folders that killed processes left are removed first. A second process waits for the first one. Parents of ``out``
+    that were missing are removed again if the work fails.
+
+    Args:
+        out: The output folder or file.
+
+    Yields:
+        The temporary folder.
+
+    Raises:
+        UserError: Any ``OSError`` inside the context.
     """
-    parent, prefix = dest.parent, f".{dest.name}.prepare-"
+    parent, prefix = out.parent, f".{out.name}.prepare-"
     folder = parent / f"{prefix}{os.getpid()}"
     with contextlib.ExitStack() as stack:
         try:
-            _lock_parent(dest, stack)
+            _lock_parent(out, stack)
             for name in os.listdir(parent):
                 if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
                     shutil.rmtree(parent / name, ignore_errors=True)
             folder.mkdir()
         except FileExistsError as error:
-            raise UserError(f"{error.filename} is a file, not a folder: name another place") from error
+            raise UserError(f"{error.filename} is a file, not a folder: name another folder") from error
         except OSError as error:
-            raise UserError(os_line(error, error.filename or parent) or str(error)) from error
+            raise UserError(oserror_message(error, error.filename or parent) or str(error)) from error
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         try:
             yield folder
         except OSError as error:
-            raise UserError(_error_line(error, dest, folder)) from error
+            raise UserError(_error_line(error, out, folder)) from error
 
 
-def _lock_parent(dest: Path, stack: contextlib.ExitStack) -> None:
-    """Make the folders above ``dest`` and lock the last one; try again where another process has just removed it."""
-    missing = [folder for folder in dest.parents if not folder.exists()]
-    busy = f"waiting for another preparation in {dest.parent}"
-    for left in reversed(range(100)):
+def _lock_parent(out: Path, stack: contextlib.ExitStack) -> None:
+    """Make the parents of ``out`` and lock the last one; try again if another process has just removed it."""
+    missing = [folder for folder in out.parents if not folder.exists()]
+    busy = f"waiting for another preparation in {out.parent}"
+    for attempts_left in reversed(range(100)):
         try:
-            with removed_on_failure(missing):
-                dest.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(lock(dest.parent, busy, wait=True, folder=True))
+            with remove_empty_on_failure(missing):
+                out.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(exclusive_lock(out.parent, busy, wait=True, folder=True))
         except FileNotFoundError:
-            if not left:
+            if not attempts_left:
                 raise
         else:
             break
-    # within the lock: whoever waits for it would otherwise lose the folder in which it works
-    stack.enter_context(removed_on_failure(missing))
+    # Registered after the lock, so undone before it is released: a waiting process must not lose its folder.
+    stack.enter_context(remove_empty_on_failure(missing))
 
 
-def _error_line(error: OSError, dest: Path, folder: Path) -> str:
-    """The line of an error of the system: about ``dest`` where its path is in the temporary folder or unknown."""
+def _error_line(error: OSError, out: Path, folder: Path) -> str:
+    """Return the message of an OSError; it names ``out`` if the path is unknown or in the temporary folder."""
     path = error.filename
     inside = isinstance(path, str) and Path(path).is_relative_to(folder)
     if path is None or inside:
-        if error.errno is None:  # numpy's, of a file that was not written to its end: it does not say why
-            return f"{dest} could not be written to its end ({error}): free space on its disk, or raise ulimit -f"
-        return os_line(error, dest) or f"{dest} cannot be written ({error}): name another place"
-    return os_line(error) or str(error)
+        if error.errno is None:  # NumPy could not write a whole array, and does not say why
+            return f"{out} could not be written to its end ({error}): free space on its disk, or raise ulimit -f"
+        return oserror_message(error, out) or f"{out} cannot be written ({error}): name another folder"
+    return oserror_message(error) or str(error)
 
 
-def _publish(built: Path, dest: Path, old: Path) -> None:
-    """Rename ``built`` to ``dest``; what was there goes to ``old``, and back if that fails."""
+def _publish(built: Path, out: Path, old: Path) -> None:
+    """Rename ``built`` to ``out``; an existing folder is moved to ``old``, and back if that fails."""
     try:
-        if dest.exists():
-            dest.rename(old)
-        built.rename(dest)
+        if out.exists():
+            out.rename(old)
+        built.rename(out)
     except BaseException:
-        if old.exists() and not dest.exists():
-            old.rename(dest)
+        if old.exists() and not out.exists():
+            old.rename(out)
         raise
 
 
-def make_once(
-    dest: Path,
+def build_atomically(
+    out: Path,
     key: Mapping[str, Any],
     build: Callable[[Path], dict[str, Any]],
     say: Callable[[str], None],
-    contents: Contents = CORPUS,
+    contents: FolderContents = CORPUS,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Make a corpus, or a folder with other ``contents``, in ``dest`` unless it already exists; returns its manifest.
+    """Build a folder, unless it exists and is up to date.
 
-    ``key`` is what decides its files; ``build`` fills the folder that it is given and returns the rest of the manifest;
-    ``say`` takes short lines about the progress. A folder that was made with another ``key`` is replaced only with
-    ``overwrite``, one of which files are damaged is made again.
+    A folder whose files are damaged is built again.
 
-    Raises UserError if ``dest`` holds something else or cannot be written; it is then untouched.
+    Args:
+        out: The folder.
+        key: Settings that decide the files; part of the manifest.
+        build: Fills a folder and returns the rest of the manifest.
+        say: Prints a line of progress.
+        contents: The kind of folder.
+        overwrite: Replace a folder that was made with another ``key``.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        UserError: ``out`` contains something else or cannot be written. It is then unchanged.
     """
-    place = Path(os.path.realpath(dest))  # which takes links that lead in a circle
-    manifest = _up_to_date(place, key, contents)
+    target = Path(os.path.realpath(out))  # unlike Path.resolve, it accepts a circle of links
+    manifest = _up_to_date(target, key, contents)
     if not manifest:
-        if Path.cwd().is_relative_to(place):  # it would no longer be there for the shell that stands in it
-            raise UserError(f"{dest} is the current folder or one above it, and would be replaced: name one below it")
-        with scratch(place) as folder:
-            # Another process may have made it while this one waited.
-            manifest = _up_to_date(place, key, contents)
+        if Path.cwd().is_relative_to(target):  # the shell would be left in a removed folder
+            raise UserError(f"{out} is the current folder or one above it, and would be replaced: name one below it")
+        with scratch_folder(target) as scratch:
+            # Another process may have built the folder while this one waited.
+            manifest = _up_to_date(target, key, contents)
             if not manifest:
-                _check_replaceable(place, contents)
+                _check_replaceable(target, contents)
                 if not overwrite:
-                    _check_same_settings(place, key, contents)
-                made = folder / "made"
-                made.mkdir()
-                manifest = {**key, **build(made)}
-                write_json(made / contents.manifest, manifest)
-                _check_replaceable(place, contents)
-                _publish(made, place, folder / "replaced")
+                    _check_same_settings(target, key, contents)
+                built = scratch / "made"
+                built.mkdir()
+                manifest = {**key, **build(built)}
+                write_json(built / contents.manifest, manifest)
+                _check_replaceable(target, contents)
+                _publish(built, target, scratch / "replaced")
                 for name, count in manifest.get("splits", {}).items():
-                    say(f"{name}: " + ", ".join(f"{number} {what}" for what, number in count.items()))
-                say(f"wrote {dest}")
+                    say(f"{name}: " + ", ".join(f"{number} {unit}" for unit, number in count.items()))
+                say(f"wrote {out}")
                 return manifest
-    say(f"{dest} is up to date")
+    say(f"{out} is up to date")
     return manifest

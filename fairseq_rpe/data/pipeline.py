@@ -1,4 +1,4 @@
-"""Any text to a binarised corpus: documents divided, a vocabulary learned, encoded, described."""
+"""Prepares a binarised corpus from any text: split documents, learn a vocabulary, encode, write the manifest."""
 
 import contextlib
 import importlib.metadata
@@ -11,74 +11,97 @@ from typing import Any
 from tqdm import tqdm
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.atomic_folder import make_once
-from fairseq_rpe.data.encoders import load_encoder
+from fairseq_rpe.data.atomic_folder import build_atomically
 from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, read_dictionary, write_dictionary
-from fairseq_rpe.data.gpt2 import dictionary_symbols
 from fairseq_rpe.data.prepare_options import PrepareOptions
-from fairseq_rpe.data.splits import DividedDocuments, EmptySplit
-from fairseq_rpe.data.stream import Piece, SplitWriter, cut, encode_chunks, gather
-from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, Given, WordLearner, given_vocabulary
-from fairseq_rpe.utils.files import file_digest
+from fairseq_rpe.data.splits import EmptySplit, SplitDocuments
+from fairseq_rpe.data.stream import Piece, SplitWriter, encode_chunks, group_pieces, split_pieces
+from fairseq_rpe.data.tokenization import dictionary_symbols, load_encoder
+from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, VocabularyFiles, WordLearner, find_vocabulary
+from fairseq_rpe.utils.files import sha256_of_files
 
-# Raised when the same sources and options give other files than before.
+# Version of the files: incremented when the same sources and options give other files than before.
 _FORMAT = 1
 _BAR: dict[str, Any] = {"unit": "char", "unit_scale": True, "disable": None}
 DEFAULT_BPE_TYPES = 16384
 _LIBRARIES = {"bpe": ("sentencepiece",), "gpt2": ("tokenizers",), "words": ()}
 
 
-def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Make the corpus unless it already exists, and return its manifest (``corpus.json``).
+def prepare_corpus(options: PrepareOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Make a corpus, unless it exists and is up to date.
 
-    Raises UserError for bad options or sources and a destination that cannot be written; nothing is changed then.
+    Args:
+        options: What to make.
+        say: Prints a line of progress.
+
+    Returns:
+        The manifest, ``corpus.json``.
+
+    Raises:
+        UserError: Options or sources are unusable, or the folder cannot be written. Nothing is changed then.
     """
     options.check()
-    source = DividedDocuments(options)
-    given = given_vocabulary(options.vocab_from, options.gpt2)
+    source = SplitDocuments(options)
+    vocabulary = find_vocabulary(options.vocab_from, options.gpt2)
     key = {
         "format": _FORMAT,
         "digest": source.digest,
         "options": options.key(),
-        "given_vocabulary": {name: file_digest(path) for name, path in given[1].items()} if given else None,
+        "given_vocabulary": {name: sha256_of_files(path) for name, path in vocabulary[1].items()}
+        if vocabulary
+        else None,
     }
-    return make_once(
-        options.dest, key, lambda made: _build(options, source, given, made, say), say, overwrite=options.overwrite
+    return build_atomically(
+        options.out,
+        key,
+        lambda folder: _build(options, source, vocabulary, folder, say),
+        say,
+        overwrite=options.overwrite,
     )
 
 
 def _build(
-    options: PrepareOptions, source: DividedDocuments, given: Given | None, made: Path, say: Callable[[str], None]
+    options: PrepareOptions,
+    source: SplitDocuments,
+    vocabulary: VocabularyFiles | None,
+    folder: Path,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
+    """Fill a folder and return its manifest, apart from the key; split few documents in another way if necessary."""
     try:
-        return _build_divided(options, source, given, made, say)
+        return _build_once(options, source, vocabulary, folder, say)
     except EmptySplit:
-        if (how := source.divide_few()) is None:
+        if (description := source.split_few()) is None:
             raise
-    say(how)
-    return _build_divided(options, source, given, made, say)
+    say(description)
+    return _build_once(options, source, vocabulary, folder, say)
 
 
-def _build_divided(
-    options: PrepareOptions, source: DividedDocuments, given: Given | None, made: Path, say: Callable[[str], None]
+def _build_once(
+    options: PrepareOptions,
+    source: SplitDocuments,
+    vocabulary: VocabularyFiles | None,
+    folder: Path,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    kind, files = given or (options.tokenizer, {})
-    size = None if given else _learn(options, source, made, say)
+    kind, files = vocabulary or (options.tokenizer, {})
+    size = None if vocabulary else _learn(options, source, folder, say)
     for name, path in files.items():
-        shutil.copyfile(path, made / name)
+        shutil.copyfile(path, folder / name)
     if kind == "gpt2" and "dict.txt" not in files:
-        write_dictionary(made / "dict.txt", dictionary_symbols(made))
-    types = len(read_dictionary(made / "dict.txt"))
+        write_dictionary(folder / "dict.txt", dictionary_symbols(folder))
+    types = len(read_dictionary(folder / "dict.txt"))
     say(f"encoding with a vocabulary of {types} symbols")
-    counts = _encode(options, source, kind, made, size)
+    counts = _encode(options, source, kind, folder, size)
     source.check_unchanged()
-    # Each line end counts as a word.
+    # Each line end counts as a word, so a split without other words is empty.
     source.check_splits({s: count["documents"] * (count["words"] > count["lines"]) for s, count in counts.items()})
     for split, count in counts.items():
         if kind != "words" and count["unknown"]:
             raise UserError(f"the {split} split has {count['unknown']} unknown tokens: the vocabulary lacks some bytes")
-    if source.short is not None:
-        say(f"all of the text is taken: it has {source.short} documents of training, not {options.documents}")
+    if source.available_documents is not None:
+        available = source.available_documents
+        say(f"all of the text is taken: it has {available} documents of training, not {options.documents}")
     if skipped := source.skipped():
         say("left out: " + ", ".join(f"{count} {reason}" for reason, count in skipped.items()))
     return {
@@ -87,12 +110,12 @@ def _build_divided(
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES[kind]},
         "splits": {split: dict(count) for split, count in counts.items()},
         "skipped": skipped,
-        "files": describe_files(made, ("dict.txt", *VOCABULARY_FILES[kind], *BINARIES)),
+        "files": describe_files(folder, ("dict.txt", *VOCABULARY_FILES[kind], *BINARIES)),
     }
 
 
-def _learn(options: PrepareOptions, source: DividedDocuments, made: Path, say: Callable[[str], None]) -> int:
-    """Learn the vocabulary from the train split; returns the number of characters of all splits."""
+def _learn(options: PrepareOptions, source: SplitDocuments, folder: Path, say: Callable[[str], None]) -> int:
+    """Learn the vocabulary from the training split, and return the number of characters of all splits."""
     if options.tokenizer == "words":
         learner = WordLearner(options.vocab_size)
     else:
@@ -103,33 +126,34 @@ def _learn(options: PrepareOptions, source: DividedDocuments, made: Path, say: C
             documents[split] += not document.blank
             size += document.characters
             if split == "train":
-                learner.read(_counted(document.blocks(), bar))
+                learner.read(_with_progress(document.blocks(), bar))
             else:
                 bar.update(document.characters)
     source.check_splits(documents)
     say(f"read {sum(documents.values())} documents, {size} characters; learning the vocabulary")
-    learner.write(made)
+    learner.write(folder)
     return size
 
 
 def _encode(
-    options: PrepareOptions, source: DividedDocuments, kind: str, made: Path, size: int | None
+    options: PrepareOptions, source: SplitDocuments, kind: str, folder: Path, size: int | None
 ) -> dict[str, Counter[str]]:
-    dtype = load_encoder(kind, made).dtype
+    """Encode all documents and return counts by split; ``size`` is the number of characters, for the progress bar."""
+    dtype = load_encoder(kind, folder).dtype
     with contextlib.ExitStack() as stack:
-        writers = {s: stack.enter_context(SplitWriter(made, s, dtype, options.boundaries)) for s in SPLITS}
+        writers = {s: stack.enter_context(SplitWriter(folder, s, dtype, options.boundaries)) for s in SPLITS}
         bar = stack.enter_context(tqdm(desc="encoding", total=size, **_BAR))
 
         def pieces() -> Iterator[tuple[str, Piece]]:
             for split, document in source:
-                yield from ((split, piece) for piece in cut(_counted(document.blocks(), bar)))
+                yield from ((split, piece) for piece in split_pieces(_with_progress(document.blocks(), bar)))
 
-        for split, encoded in encode_chunks(gather(pieces()), kind, made, options.workers, options.boundaries):
+        for split, encoded in encode_chunks(group_pieces(pieces()), kind, folder, options.workers, options.boundaries):
             writers[split].add(encoded)
     return {split: writer.counts for split, writer in writers.items()}
 
 
-def _counted(blocks: Iterator[str], bar: tqdm) -> Iterator[str]:
+def _with_progress(blocks: Iterator[str], bar: tqdm) -> Iterator[str]:
     for block in blocks:
         bar.update(len(block))
         yield block

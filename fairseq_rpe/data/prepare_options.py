@@ -1,4 +1,4 @@
-"""What to prepare, out of which text, and where: the options, and known corpora as presets of them."""
+"""Options of the ``prepare`` commands, and presets of them for published corpora."""
 
 import os
 import re
@@ -10,67 +10,92 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.download import download
-from fairseq_rpe.data.folder import SPLITS
-from fairseq_rpe.data.hub import sources
-from fairseq_rpe.data.sourcefiles import UNWANTED, Entry, find_entries
-from fairseq_rpe.data.tokenizer import MIN_VOCAB_SIZE
+from fairseq_rpe.data.documents import UNWANTED, SourceFile, find_source_files
+from fairseq_rpe.data.download import download, resolve_source
+from fairseq_rpe.data.folder import MANIFEST_KEYS, SPLITS
+from fairseq_rpe.data.tokenization import MIN_VOCAB_SIZE
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import PACKAGE
+from fairseq_rpe.utils.files import PACKAGE_DIR
 
 TOKENIZERS = ("bpe", "gpt2", "words")
-DIVISIONS = ("text", "path", "part")
+SPLIT_BY = ("text", "path", "part")
 
-# The text and a given vocabulary, which are known by their digests, and what changes nothing.
-_NOT_DECIDING = ("dest", "train", "valid", "test", "gpt2", "vocab_from", "workers", "overwrite")
-# Named only where they are not the usual ones, so that corpora made before there were such options stay up to date.
-_LATER = ("divide_by", "boundaries", "max_bytes", "documents", "test_from_valid")
+# Options that are not in a manifest: digests describe text and vocabulary, and the others do not change the result.
+_NOT_RECORDED = ("out", "train", "valid", "test", "gpt2", "vocab_from", "workers", "overwrite")
+# Options that are in a manifest only if they are not the default: corpora from before the option stay up to date.
+_RECORDED_IF_CHANGED = ("split_by", "boundaries", "max_bytes", "documents", "test_from_valid")
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to prepare and where."""
+    """Options of ``fairseq-rpe prepare``: which corpus to make from which text.
 
-    dest: Path  # folder of the corpus
-    # Folders and files to read: all text in the first if the others are empty.
-    train: tuple[Path | Entry, ...]
-    valid: tuple[Path | Entry, ...] = ()
-    test: tuple[Path | Entry, ...] = ()
-    include: tuple[str, ...] = ()  # patterns for file names in folders, such as *.py; none takes all
-    text_field: str = "text"  # of .jsonl and .parquet rows
-    rows_are_lines: bool = False  # of one document per file, instead of documents
-    skip_invalid: bool = False  # leave out text files that are not UTF-8
-    tokenizer: str = "bpe"  # one of TOKENIZERS
-    vocab_size: int | None = None  # symbols of the dictionary; None is 16,384 for bpe and all words for words
-    sample_bytes: int | None = 20_000_000  # how much text bpe learns from at most; None learns from all of it
-    gpt2: Path | None = None  # folder with the vocabulary of gpt2
-    vocab_from: Path | None = None  # take tokenizer and dictionary of this prepared corpus instead
-    seed: int = 1  # decides which document goes into which split
-    valid_fraction: float = 0.05  # expected share of documents, in (0, 1)
+    Attributes:
+        out: Folder of the corpus.
+        train: Folders and files of the training split, or of the whole text if ``valid`` and ``test`` are empty.
+        valid: Folders and files of the validation split.
+        test: Folders and files of the test split.
+        include: Patterns of file names in folders, such as ``*.py``; empty takes all files.
+        text_field: Field of ``.jsonl`` and ``.parquet`` rows that contains the text.
+        rows_are_lines: Rows are lines of one document per file, instead of documents.
+        skip_invalid: Leave out text files that are not UTF-8, instead of refusing them.
+        tokenizer: One of :data:`TOKENIZERS`.
+        vocab_size: Symbols of the dictionary; None is 16,384 for bpe and all words for words.
+        sample_bytes: Most bytes of text that bpe learns from; None learns from all.
+        gpt2: Folder of the GPT-2 vocabulary.
+        vocab_from: Prepared corpus whose tokenizer and dictionary are used.
+        seed: Seed of the hashes that assign documents to splits.
+        valid_fraction: Expected share of documents for validation, in (0, 1).
+        test_fraction: Expected share of documents for the test, in (0, 1).
+        split_by: What assigns a document to a split: a hash of its ``text``, or of the ``path`` of its file in the
+            source (documents are then in the order of the paths). ``part`` cuts each document into three parts.
+        boundaries: Mark document boundaries. Otherwise documents follow each other line by line, as
+            fairseq-preprocess would write all text in one file.
+        max_bytes: Most bytes of text, in whole files; None takes all.
+        documents: Use so many training documents, the first ones in the order of the files, and the documents between
+            them for the other splits; None takes all.
+        test_from_valid: Half of the ``valid`` documents, by a hash of their text, are the test split.
+        workers: Number of processes. It does not change the result.
+        overwrite: Replace a corpus in ``out`` that was made with other options or from another text.
+    """
+
+    out: Path
+    train: tuple[Path | SourceFile, ...]
+    valid: tuple[Path | SourceFile, ...] = ()
+    test: tuple[Path | SourceFile, ...] = ()
+    include: tuple[str, ...] = ()
+    text_field: str = "text"
+    rows_are_lines: bool = False
+    skip_invalid: bool = False
+    tokenizer: str = "bpe"
+    vocab_size: int | None = None
+    sample_bytes: int | None = 20_000_000
+    gpt2: Path | None = None
+    vocab_from: Path | None = None
+    seed: int = 1
+    valid_fraction: float = 0.05
     test_fraction: float = 0.05
-    # What decides the split of a document: "text", or the "path" of its file in the source, which is their order then.
-    divide_by: str = "text"
-    # Mark where documents meet; otherwise they follow one another line by line, empty lines included, as
-    # fairseq-preprocess would have all text in one file.
+    split_by: str = "text"
     boundaries: bool = True
-    max_bytes: int | None = None  # upper bound for the text, in bytes of whole files; None takes everything
-    # So many documents of training, the first in the order of the files, and what comes between them for the other
-    # splits, if those have no files of their own; None takes everything.
+    max_bytes: int | None = None
     documents: int | None = None
-    # Half of the documents of ``valid``, by a hash of their text, are the test split, which has no files.
     test_from_valid: bool = False
-    workers: int = 2  # processes; changes nothing but the time
-    overwrite: bool = False  # replace a corpus in ``dest`` that was made with other options or of another text
+    workers: int = 2
+    overwrite: bool = False
 
     def check(self) -> None:
-        """Refuse what does not go together, and numbers out of range, naming the option."""
+        """Check the options.
+
+        Raises:
+            UserError: An option is out of range or does not go with another one.
+        """
         if not self.train:
             raise UserError("no text is given: name folders or files")
         if self.test_from_valid and (self.test or not self.valid):
             raise UserError("half of the valid split is to be the test split: give files for valid and none for test")
         if bool(self.valid) != bool(self.test) and not self.test_from_valid:
-            given, missing = ("--valid", "--test") if self.valid else ("--test", "--valid")
-            raise UserError(f"{given} is given without {missing}: give both, or none to divide the text by document")
+            present, missing = ("--valid", "--test") if self.valid else ("--test", "--valid")
+            raise UserError(f"{present} is given without {missing}: give both, or none to split the text by document")
         for name in ("valid_fraction", "test_fraction"):
             if not 0 < getattr(self, name) < 1:
                 raise UserError(f"{_flag(name)} {getattr(self, name)} is out of range: use more than 0 and less than 1")
@@ -91,7 +116,7 @@ class PrepareOptions:
             number = getattr(self, name)
             if number is not None and not least <= number <= most:
                 raise UserError(f"{_flag(name)} {number} is out of range: use {least} to {most}")
-        for name, values in {"tokenizer": TOKENIZERS, "divide_by": DIVISIONS}.items():
+        for name, values in {"tokenizer": TOKENIZERS, "split_by": SPLIT_BY}.items():
             if getattr(self, name) not in values:
                 raise UserError(f"{_flag(name)} {getattr(self, name)} is none of {', '.join(values)}")
         if self.documents and self.max_bytes:
@@ -104,27 +129,46 @@ class PrepareOptions:
             raise UserError("--vocab-from and --gpt2 are two vocabularies: give one")
         if (self.tokenizer == "gpt2") != bool(self.gpt2) and not self.vocab_from:
             raise UserError("--tokenizer gpt2 and --gpt2 FOLDER go together: FOLDER has vocab.json and merges.txt")
-        if os.pathsep in str(self.dest):
-            raise UserError(f"--dest {self.dest} has a '{os.pathsep}', where fairseq splits paths: rename it")
+        if os.pathsep in str(self.out):
+            raise UserError(f"--out {self.out} has a '{os.pathsep}', where fairseq splits paths: rename it")
 
     def key(self) -> dict[str, Any]:
-        """The options that decide the files made, as they are read back from a manifest: without tuples."""
-        deciding = [f for f in fields(self) if f.name not in _NOT_DECIDING]
-        names = [f.name for f in deciding if f.name not in _LATER or getattr(self, f.name) != f.default]
-        return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in names}
+        """Return the options that decide the result, as a manifest has them: with lists instead of tuples."""
+        names = [
+            f.name
+            for f in fields(self)
+            if f.name not in _NOT_RECORDED
+            and (f.name not in _RECORDED_IF_CHANGED or getattr(self, f.name) != f.default)
+        ]
+        values = {MANIFEST_KEYS.get(name, name): getattr(self, name) for name in names}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-_SPLIT_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
-_IN_NAME = re.compile(rf"(?<![a-z])({'|'.join(_SPLIT_NAMES)})(?![a-z])")
+_SPLIT_WORDS = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
+_SPLIT_IN_NAME = re.compile(rf"(?<![a-z])({'|'.join(_SPLIT_WORDS)})(?![a-z])")
 
 
 @dataclass(frozen=True)
-class Known:
-    """A corpus that has a name; ``fairseq_rpe/corpora.toml`` has them all, and says what the fields are."""
+class CorpusPreset:
+    """A published corpus, as ``fairseq_rpe/corpora.toml`` describes it.
+
+    Attributes:
+        about: One sentence for the user.
+        hub: Data sets of the Hugging Face hub that it consists of.
+        archives: URLs by file name, the best first.
+        divided: Split its documents by hash even if files are named after splits.
+        test_from_valid: Half of the validation documents are the test split if no file is named after it.
+        include: Patterns of file names in local folders.
+        exclude: Patterns of names that are left out there.
+        keep_binary: Take files that look binary too.
+        learn_all: Learn the vocabulary from all of the text.
+        options: Values of :class:`PrepareOptions`.
+        counts: Published counts by unit, and by split or sum of splits (``valid+test``).
+    """
 
     about: str
     hub: tuple[str, ...] = ()
@@ -139,87 +183,108 @@ class Known:
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-_CORPORA = PACKAGE / "corpora.toml"
-KNOWN = {
-    name: records.read(Known, given, str(_CORPORA), name)
-    for name, given in tomllib.loads(_CORPORA.read_text(encoding="utf-8")).items()
+_CORPORA_FILE = PACKAGE_DIR / "corpora.toml"
+CORPORA = {
+    name: records.read_record(CorpusPreset, table, str(_CORPORA_FILE), name)
+    for name, table in tomllib.loads(_CORPORA_FILE.read_text(encoding="utf-8")).items()
 }
 
-# Installed packages are no part of the library, and its tests are a third of it with odd encodings. The last was
-# written when Python was built: it holds the paths and compiler of that machine.
+# Installed packages are not part of the standard library, and its tests (a third of it) have odd encodings.
+# _sysconfigdata_* is written when Python is built: it contains paths and compiler of that machine.
 _NOT_LIBRARY = (*("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"), "_sysconfigdata_*")
 
 _GPT2_BASE = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-_GPT2 = {
+_GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
 
 
-def gpt2_vocabulary(folder: Path) -> Path:
-    """The folder with GPT-2's vocabulary, downloaded into ``folder`` unless it is there."""
-    for name, sha256 in _GPT2.items():
+def download_gpt2_vocabulary(folder: Path) -> Path:
+    """Download GPT-2's vocabulary into ``folder``, unless it is there, and return the folder."""
+    for name, sha256 in _GPT2_SHA256.items():
         mirror = f"https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/{name}"
         download([_GPT2_BASE + name, mirror], folder / name, sha256)
     return folder
 
 
-def choose(
-    known: Known, own: Sequence[Path], downloads: Path, archive: bool = False, documents: int | None = None
+def preset_options(
+    preset: CorpusPreset,
+    local_paths: Sequence[Path],
+    downloads: Path,
+    archive: bool = False,
+    documents: int | None = None,
 ) -> dict[str, Any]:
-    """What a corpus is prepared with, by the names of the options: its own ones, and its files by split.
+    """Return the options with which a published corpus is prepared, its source files included.
 
-    It is taken from ``own`` folders and files; without any from a download (an archive, kept in ``downloads``, instead
-    of the hub's files if ``archive``), or the installed library. Of the hub's files, those that the first ``documents``
-    are not in stay there.
+    Args:
+        preset: The corpus.
+        local_paths: Folders and files to read instead of a download.
+        downloads: Folder where downloaded archives are stored.
+        archive: Download the archive instead of the hub's files.
+        documents: Download only the files of the hub with the first so many training documents.
 
-    Raises UserError without network or permission, with what to do by hand; if some splits have files and others none.
+    Returns:
+        Arguments of :class:`PrepareOptions`: values by name, and the source files by split. Without local files, hub
+        and archive, the source is the installed standard library of Python.
+
+    Raises:
+        UserError: The download fails (the message says what to download by hand), or only some splits have files.
     """
-    if archive and not known.archives:
+    if archive and not preset.archives:
         raise UserError("--archive: this corpus has no archive, leave the option out")
-    if documents is not None and len(known.hub) > 1:
+    if documents is not None and len(preset.hub) > 1:
         raise UserError("--documents would take nothing but the first source of this mixture: leave it out")
-    options: dict[str, Any] = {**known.options, **({"sample_bytes": None} if known.learn_all else {})}
-    include, exclude = known.include, known.exclude
-    paths: Sequence[Path | Entry]
-    if own:
-        paths = own
+    options: dict[str, Any] = {**preset.options, **({"sample_bytes": None} if preset.learn_all else {})}
+    include, exclude = preset.include, preset.exclude
+    paths: Sequence[Path | SourceFile]
+    if local_paths:
+        paths = local_paths
     elif archive:
-        paths, include = [download(urls, downloads / name) for name, urls in known.archives.items()], ()
-    elif known.hub:
-        paths = [path for source in known.hub for path in sources(source, one_by_one=documents is not None)]
+        paths, include = [download(urls, downloads / name) for name, urls in preset.archives.items()], ()
+    elif preset.hub:
+        paths = [path for source in preset.hub for path in resolve_source(source, lazy=documents is not None)]
         include = ()
     else:
         paths, exclude, options["skip_invalid"] = [Path(sysconfig.get_path("stdlib"))], _NOT_LIBRARY, True
-    entries, _ = find_entries(paths, include, exclude, known.keep_binary)
-    return {**options, **_by_split(known, paths, entries)}
+    files, _ = find_source_files(paths, include, exclude, preset.keep_binary)
+    return {**options, **_files_by_split(preset, paths, files)}
 
 
-def _by_split(known: Known, paths: Sequence[Path | Entry], entries: Sequence[Entry]) -> dict[str, Any]:
-    """Files by the split in their names or folders; all under ``train`` if they are to be divided by document."""
-    named: dict[str, list[Entry]] = {split: [] for split in SPLITS}
-    for entry in entries:
-        folder = entry.place.lower().removesuffix(entry.name.lower())
-        if found := _IN_NAME.findall(entry.name.lower()) or _IN_NAME.findall(folder):
-            named[_SPLIT_NAMES[found[-1]]].append(entry)
-    if known.divided or not any(named.values()):
-        return {"train": tuple(entries)}
-    halved = known.test_from_valid and not named["test"]
-    for split, files in named.items():
-        if not files and not (halved and split == "test"):
-            where = " ".join(
-                sorted({str(path.root or path) if isinstance(path, Entry) else str(path) for path in paths})
-            )
-            raise UserError(f"{where} has no file with '{split}' in its name: add or rename it")
-    return {**{split: tuple(files) for split, files in named.items()}, **({"test_from_valid": True} if halved else {})}
+def _files_by_split(
+    preset: CorpusPreset, paths: Sequence[Path | SourceFile], files: Sequence[SourceFile]
+) -> dict[str, Any]:
+    """Return files by the split in their names or folders, or all under ``train`` if they are split by document."""
+    by_split: dict[str, list[SourceFile]] = {split: [] for split in SPLITS}
+    for file in files:
+        folder = file.relative_path.lower().removesuffix(file.name.lower())
+        if words := _SPLIT_IN_NAME.findall(file.name.lower()) or _SPLIT_IN_NAME.findall(folder):
+            by_split[_SPLIT_WORDS[words[-1]]].append(file)
+    if preset.divided or not any(by_split.values()):
+        return {"train": tuple(files)}
+    test_from_valid = preset.test_from_valid and not by_split["test"]
+    for split, split_files in by_split.items():
+        if not split_files and not (test_from_valid and split == "test"):
+            names = {str(path.root or path) if isinstance(path, SourceFile) else str(path) for path in paths}
+            raise UserError(f"{' '.join(sorted(names))} has no file with '{split}' in its name: add or rename it")
+    options: dict[str, Any] = {split: tuple(split_files) for split, split_files in by_split.items()}
+    return {**options, **({"test_from_valid": True} if test_from_valid else {})}
 
 
-def compare(known: Known, splits: Mapping[str, Mapping[str, Any]], say: Callable[[str], None] = print) -> None:
-    """Say whether the counts of a prepared corpus are the published ones; of ``valid+test`` it is their sum."""
-    for what, published in known.counts.items():
+def compare_counts(
+    preset: CorpusPreset, splits: Mapping[str, Mapping[str, Any]], say: Callable[[str], None] = print
+) -> None:
+    """Print whether the counts of a prepared corpus are the published ones.
+
+    Args:
+        preset: The corpus with its published counts.
+        splits: Counts of the prepared corpus by split and unit.
+        say: Prints a line.
+    """
+    for unit, published in preset.counts.items():
         for split, expected in published.items():
-            found = sum(splits[one][what] for one in split.split("+"))
-            if found == expected:
-                say(f"{split}: {found} {what}, as published")
+            count = sum(splits[name][unit] for name in split.split("+"))
+            if count == expected:
+                say(f"{split}: {count} {unit}, as published")
             else:
-                say(f"warning: {split} has {found} {what} instead of the published {expected}: this is another text")
+                say(f"warning: {split} has {count} {unit} instead of the published {expected}: this is another text")

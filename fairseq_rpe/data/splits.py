@@ -1,4 +1,4 @@
-"""The documents of a corpus divided into its splits: by a hash of each, or, where they are few, by cutting them."""
+"""Assigns the documents of a corpus to its splits: by a hash of each, or by cutting documents if there are few."""
 
 import hashlib
 import os
@@ -12,163 +12,200 @@ from operator import attrgetter
 from tqdm import tqdm
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.documents import Document, Reader, look_through
+from fairseq_rpe.data.documents import (
+    Document,
+    DocumentReader,
+    SourceFile,
+    digest_source_files,
+    find_source_files,
+    scan_document,
+)
 from fairseq_rpe.data.folder import SPLITS
 from fairseq_rpe.data.prepare_options import PrepareOptions
-from fairseq_rpe.data.sourcefiles import Entry, digest_entries, find_entries
 
-_MOST_FEW = 1000  # documents among which a split that a hash left empty is filled otherwise
-_MOST_SHARE = 0.15  # of all text, that a document chosen for valid or test may be
-_OVERLAP = 16  # characters of a border at most, for one that lies in two blocks
-# Where a document is cut: at an empty line, else at the end of a line, else between two words.
+_MAX_FEW_DOCUMENTS = 1000  # up to so many, a split that the hash left empty is filled in another way
+_MAX_SHARE = 0.15  # of all text, for a document that is chosen as the valid or test split
+_OVERLAP = 16  # characters; most of a border that lies in two blocks
+# Where a document may be cut: at an empty line, else at the end of a line, else between two words.
 _BORDERS = [re.compile(pattern) for pattern in (r"\n[ \t\r]*\n", r"\n", r"\s")]
 
 
 class EmptySplit(UserError):
-    """A split that got no document."""
+    """A split has no document."""
 
 
 def unit_hash(purpose: str, seed: int, name: str) -> float:
-    """A number in [0, 1) that depends on nothing but the arguments."""
+    """Return a number in [0, 1) that depends on the arguments only."""
     digest = hashlib.sha256(f"{purpose}\0{seed}\0".encode() + os.fsencode(name)).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def _slice(whole: Document, begin: int, end: int) -> Iterator[str]:
-    at = 0
-    for block in whole.blocks():
-        part = block[max(begin - at, 0) : max(end - at, 0)]
-        at += len(block)
-        if part:
-            yield part
-        if at >= end:
+def _slice(document: Document, begin: int, end: int) -> Iterator[str]:
+    """Yield the characters ``begin`` to ``end`` of a document, in blocks."""
+    position = 0
+    for block in document.blocks():
+        piece = block[max(begin - position, 0) : max(end - position, 0)]
+        position += len(block)
+        if piece:
+            yield piece
+        if position >= end:
             return
 
 
-def _cut(whole: Document, valid: float, test: float) -> list[tuple[str, Document]]:
-    """The beginning of a document for training, what follows for validation, its end for the test; else all of it."""
-    targets = [int(whole.characters * (1 - valid - test)), int(whole.characters * (1 - test))]
-    for ends in _border_ends(whole, targets):
-        bounds = [0, *ends, whole.characters]
+def _cut(document: Document, valid: float, test: float) -> list[tuple[str, Document]]:
+    """Cut a document into training, validation and test, in this order; all of it is training if it has no border.
+
+    Args:
+        document: The document.
+        valid: Share of the characters for validation.
+        test: Share of the characters for the test.
+    """
+    targets = [int(document.characters * (1 - valid - test)), int(document.characters * (1 - test))]
+    for ends in _border_ends(document, targets):
+        bounds = [0, *ends, document.characters]
         if sorted(set(bounds)) != bounds:
             continue
-        ranges = zip(SPLITS, bounds, bounds[1:], strict=False)
-        parts = [(s, look_through(whole.place, whole.place, partial(_slice, whole, a, b))) for s, a, b in ranges]
-        if not any(part.blank for _, part in parts):
-            return parts
-    return [("train", whole)]
+        pieces = [
+            (split, scan_document(document.relative_path, document.relative_path, partial(_slice, document, a, b)))
+            for split, a, b in zip(SPLITS, bounds, bounds[1:], strict=False)
+        ]
+        if not any(piece.blank for _, piece in pieces):
+            return pieces
+    return [("train", document)]
 
 
-def _border_ends(whole: Document, targets: Sequence[int]) -> list[list[int]]:
-    """For each kind of border, where the first one at or after each of the targets ends: characters of the document."""
-    found: list[dict[int, int]] = [{} for _ in _BORDERS]
-    at, before = 0, ""
-    for block in whole.blocks():
-        text = before + block
+def _border_ends(document: Document, targets: Sequence[int]) -> list[list[int]]:
+    """Find for each kind of border the ends of the first ones at or after the targets, in characters.
+
+    Kinds that do not occur after each target are left out.
+    """
+    ends_by_kind: list[dict[int, int]] = [{} for _ in _BORDERS]
+    position, overlap = 0, ""  # position: of the first character of overlap + block
+    for block in document.blocks():
+        text = overlap + block
         for target in targets:
-            for border, ends in zip(_BORDERS, found, strict=True):
-                if target not in ends and (match := border.search(text, max(target - at, 0))):
-                    ends[target] = at + match.end()
-        before = text[-_OVERLAP:]
-        at += len(text) - len(before)
-    return [[ends[target] for target in targets] for ends in found if len(ends) == len(targets)]
+            for border, ends in zip(_BORDERS, ends_by_kind, strict=True):
+                if target not in ends and (match := border.search(text, max(target - position, 0))):
+                    ends[target] = position + match.end()
+        overlap = text[-_OVERLAP:]
+        position += len(text) - len(overlap)
+    return [[ends[target] for target in targets] for ends in ends_by_kind if len(ends) == len(targets)]
 
 
-class DividedDocuments:
-    """The documents of all splits, the same in every pass.
+class SplitDocuments:
+    """Iterates over (split, document) pairs of a corpus, the same in every pass.
 
-    ``digest`` is that of the source files, by split; under ``all`` where they are divided here.
+    Args:
+        options: The source files and how they are split.
+
+    Attributes:
+        digest: Digest of the source files by split; under ``all`` if the documents are split here.
+        available_documents: Number of training documents if it is below ``options.documents``, else None.
     """
 
     def __init__(self, options: PrepareOptions) -> None:
         self._options = options
-        self._by_path = options.divide_by == "path"
-        given = {"train": options.train, "valid": options.valid, "test": options.test}
-        paths = {split: p for split, p in given.items() if p} if options.valid else {"": options.train}
-        found = {split: find_entries(p, options.include) for split, p in paths.items()}
-        self._binary = sum(binary for _, binary in found.values())
-        self._readers = {split: self._reader(entries) for split, (entries, _) in found.items()}
-        # How many documents of training there are, if they are fewer than wanted.
-        self.short: int | None = None
+        self._by_path = options.split_by == "path"
+        paths = {"train": options.train, "valid": options.valid, "test": options.test}
+        paths = {split: p for split, p in paths.items() if p} if options.valid else {"": options.train}
+        sources = {split: find_source_files(p, options.include) for split, p in paths.items()}
+        self._binary_count = sum(binary_count for _, binary_count in sources.values())
+        # By split; the key "" is for files whose documents are split here.
+        self._readers = {split: self._reader(files) for split, (files, _) in sources.items()}
+        self.available_documents: int | None = None
         if options.documents is not None:
             self._keep_first(options.documents)
         self._stamp = self._stamps()
-        readers = self._readers.items()
-        self._few: list[tuple[str, Document]] | None = None
-        self.digest = {split or "all": digest_entries(reader.entries, self._by_path) for split, reader in readers}
+        self._few: list[tuple[str, Document]] | None = None  # set by split_few
+        self.digest = {
+            split or "all": digest_source_files(reader.files, self._by_path) for split, reader in self._readers.items()
+        }
 
-    def _reader(self, entries: Sequence[Entry]) -> Reader:
+    def _reader(self, files: Sequence[SourceFile]) -> DocumentReader:
         options = self._options
         if self._by_path:
-            entries = sorted(entries, key=attrgetter("place"))
-        reader = Reader(
-            entries, options.text_field, options.rows_are_lines, options.skip_invalid, not options.boundaries
+            files = sorted(files, key=attrgetter("relative_path"))
+        reader = DocumentReader(
+            files, options.text_field, options.rows_are_lines, options.skip_invalid, not options.boundaries
         )
         if options.max_bytes is not None:
             sizes: Counter[str] = Counter()
             for document in reader:
-                sizes[document.place] += document.size
-            room = options.max_bytes
-            # Not the hash of the split, in whose order all validation files come first.
-            for place in sorted(sizes, key=lambda place: (unit_hash("order", options.seed, place), place)):
-                if sizes[place] <= room:
-                    room -= sizes.pop(place)
-            reader.entries = [entry for entry in entries if entry.place not in sizes]
+                sizes[document.relative_path] += document.size
+            bytes_left = options.max_bytes
+            # Not the hash that splits them: in its order all validation files would come first.
+            for path in sorted(sizes, key=lambda path: (unit_hash("order", options.seed, path), path)):
+                if sizes[path] <= bytes_left:
+                    bytes_left -= sizes.pop(path)
+            reader.files = [file for file in files if file.relative_path not in sizes]
         return reader
 
     def __iter__(self) -> Iterator[tuple[str, Document]]:
         if self._few is not None:
             yield from self._few
             return
-        for given in self._readers:
-            yield from self._divided(given)
+        for reader_split in self._readers:
+            yield from self._split_reader(reader_split)
 
-    def _divided(self, given: str) -> Iterator[tuple[str, Document]]:
-        """The documents of a reader, and no more when training has as many as are wanted."""
-        valid, train = self._options.valid_fraction, self._options.valid_fraction + self._options.test_fraction
-        reader, left = self._readers[given], self._options.documents
-        if given == "valid" and self._options.test_from_valid:
-            given, valid, train = "", 0.5, 1.0
+    def _split_reader(self, reader_split: str) -> Iterator[tuple[str, Document]]:
+        """Split the documents of a reader; stop when training has as many as ``options.documents``."""
+        options = self._options
+        valid_below, test_below = options.valid_fraction, options.valid_fraction + options.test_fraction
+        reader, remaining = self._readers[reader_split], options.documents
+        if reader_split == "valid" and options.test_from_valid:
+            reader_split, valid_below, test_below = "", 0.5, 1.0
         for document in reader:
-            if self._options.divide_by == "part" and not self._options.valid:
-                yield from _cut(document, self._options.valid_fraction, self._options.test_fraction)
-                left = None if left is None else left - 1
-                if left == 0:
+            if options.split_by == "part" and not options.valid:
+                yield from _cut(document, options.valid_fraction, options.test_fraction)
+                remaining = None if remaining is None else remaining - 1
+                if remaining == 0:
                     return
                 continue
-            number = unit_hash("split", self._options.seed, document.place if self._by_path else document.digest)
-            split = given or ("valid" if number < valid else "test" if number < train else "train")
+            number = unit_hash("split", options.seed, document.relative_path if self._by_path else document.digest)
+            split = reader_split or ("valid" if number < valid_below else "test" if number < test_below else "train")
             yield split, document
-            if left is not None and split == "train":
-                left -= 1
-                if not left:
+            if remaining is not None and split == "train":
+                remaining -= 1
+                if not remaining:
                     return
 
     def _keep_first(self, documents: int) -> None:
-        """Keep the files that the first ``documents`` of training are in: no other is read, nor downloaded."""
-        name = next(iter(self._readers))  # that of training
-        found = 0
+        """Keep the files with the first training documents, so that no other file is read or downloaded."""
+        split = next(iter(self._readers))  # the training reader
+        count = 0
         with tqdm(desc="choosing", total=documents, unit="document", unit_scale=True, disable=None) as bar:
-            for split, _ in self._divided(name):
-                found += split == "train"
-                bar.update(split == "train")
-        reader = self._readers[name]
-        if found < documents:
-            self.short = found
+            for document_split, _ in self._split_reader(split):
+                count += document_split == "train"
+                bar.update(document_split == "train")
+        reader = self._readers[split]
+        if count < documents:
+            self.available_documents = count
         else:
-            reader.entries = reader.entries[: reader.begun]
+            reader.files = reader.files[: reader.files_started]
 
     def _stamps(self) -> list[tuple[int, int]]:
-        entries = (entry for reader in self._readers.values() for entry in reader.entries)
-        return [((stat := entry.file.stat()).st_size, stat.st_mtime_ns) for entry in entries]
+        """Return size and modification time of each file."""
+        files = (file for reader in self._readers.values() for file in reader.files)
+        return [((stat := file.local_path.stat()).st_size, stat.st_mtime_ns) for file in files]
 
     def check_unchanged(self) -> None:
-        """Refuse sources that changed since the first look: the passes may have read different text."""
+        """Check that no source file changed since the first pass.
+
+        Raises:
+            UserError: A file changed, so the passes may have read different texts.
+        """
         if self._stamps() != self._stamp:
             raise UserError("the source files changed while they were read: run this again once they no longer change")
 
     def check_splits(self, documents: dict[str, int]) -> None:
-        """Refuse splits that have none of the ``documents``, which are counted by split: raises EmptySplit."""
+        """Check that no split is empty.
+
+        Args:
+            documents: Number of documents by split.
+
+        Raises:
+            EmptySplit: A split has no document.
+        """
         limits = {"a larger --max-bytes": self._options.max_bytes, "more --documents": self._options.documents}
         more = next((remedy for remedy, limit in limits.items() if limit), "--valid and --test")
         for split in SPLITS:
@@ -178,34 +215,45 @@ class DividedDocuments:
                     f"give more documents, other fractions, another --seed or {more}"
                 )
 
-    def divide_few(self) -> str | None:
-        """Divide documents that are too few for a hash; says how in one line, or None: there is no way."""
-        limited = self._options.documents is not None and self.short is None
+    def split_few(self) -> str | None:
+        """Split documents that are too few for a hash: cut each one, or choose whole documents of a fitting size.
+
+        Returns:
+            A line that describes the splits, or None if there is no way.
+        """
+        limited = self._options.documents is not None and self.available_documents is None
         if self._few is not None or self._options.valid or limited:
             return None
         [reader] = self._readers.values()
-        found = [document for document in islice(reader, _MOST_FEW + 1) if not document.blank]
-        if len(found) > _MOST_FEW:
+        documents = [document for document in islice(reader, _MAX_FEW_DOCUMENTS + 1) if not document.blank]
+        if len(documents) > _MAX_FEW_DOCUMENTS:
             return None
-        shares = self._options.valid_fraction, self._options.test_fraction
-        order = sorted(found, key=lambda document: unit_hash("few", self._options.seed, document.digest))
-        total = sum(document.characters for document in found)
-        fit = [d for d in order if min(shares) / 5 <= d.characters / total <= max(_MOST_SHARE, *shares)]
-        parts = [_cut(document, *shares) for document in found] if len(fit) < 2 else []
-        if any(len(cut) > 1 for cut in parts):
-            self._few = [part for cut in parts for part in cut]
-            which = "each is" if all(len(cut) > 1 for cut in parts) else "the long ones are"
-            ends = ", ".join(f"{100 * share:.3g} %" for share in (1 - sum(shares), *shares))
-            return f"too few documents to choose from ({len(found)}): {which} cut into {ends} for {', '.join(SPLITS)}"
-        if len(fit) < 2:
-            fit = order
-        if len(found) < 3:
+        fractions = self._options.valid_fraction, self._options.test_fraction
+        in_hash_order = sorted(documents, key=lambda document: unit_hash("few", self._options.seed, document.digest))
+        total = sum(document.characters for document in documents)
+        smallest, largest = min(fractions) / 5, max(_MAX_SHARE, *fractions)
+        fitting = [d for d in in_hash_order if smallest <= d.characters / total <= largest]
+        cuts = [_cut(document, *fractions) for document in documents] if len(fitting) < 2 else []
+        if any(len(cut) > 1 for cut in cuts):
+            self._few = [piece for cut in cuts for piece in cut]
+            which = "each is" if all(len(cut) > 1 for cut in cuts) else "the long ones are"
+            percents = ", ".join(f"{100 * share:.3g} %" for share in (1 - sum(fractions), *fractions))
+            return (
+                f"too few documents to choose from ({len(documents)}): {which} cut into {percents} for "
+                f"{', '.join(SPLITS)}"
+            )
+        if len(fitting) < 2:
+            fitting = in_hash_order
+        if len(documents) < 3:
             return None
-        named = {id(fit[0]): "valid", id(fit[1]): "test"}
-        self._few = [(named.get(id(document), "train"), document) for document in found]
-        return f"few documents ({len(found)}): {fit[0].place} is the valid split, {fit[1].place} the test split"
+        held_out = {id(fitting[0]): "valid", id(fitting[1]): "test"}
+        self._few = [(held_out.get(id(document), "train"), document) for document in documents]
+        return (
+            f"few documents ({len(documents)}): {fitting[0].relative_path} is the valid split, "
+            f"{fitting[1].relative_path} the test split"
+        )
 
     def skipped(self) -> dict[str, int]:
-        """What the last pass left out, by reason."""
+        """Return how many documents the last pass left out, by reason."""
         by_reader = (reader.skipped for reader in self._readers.values())
-        return dict(sum(by_reader, Counter(binary=self._binary)))
+        return dict(sum(by_reader, Counter(binary=self._binary_count)))

@@ -1,4 +1,4 @@
-"""Documents to fairseq's format, in bounded memory: cut into pieces, encoded by several processes, written in order."""
+"""Encodes documents into fairseq's format in bounded memory, with several processes."""
 
 import multiprocessing
 import os
@@ -17,46 +17,57 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.encoders import BOS, EOS, UNK, Encoder, load_decoder, load_encoder
 from fairseq_rpe.data.folder import read_manifest, read_split, write_index
+from fairseq_rpe.data.tokenization import BOS, EOS, UNK, Encoder, load_decoder, load_encoder
 from fairseq_rpe.utils.child_processes import safe_path
 
-PIECE = 1 << 18  # characters
-_WAITING_PER_WORKER = 4
+PIECE = 1 << 18  # characters of a piece
+_CHUNKS_PER_WORKER = 4  # waiting for a worker
 _WORD_START = re.compile(r"(?<=\S) (?=\S)")
 
 
 class Piece(NamedTuple):
-    """A part of a document."""
+    """A piece of a document.
 
-    text: str  # the last part of a document ends with a newline
-    first: bool = True  # whether the document begins with it
-    in_word: bool = False  # whether its first word began in the part before
-
-
-def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
-    """Divide a document into pieces of at most ``size`` characters, after a newline or before a word if there is any.
-
-    A text gets a newline at its end if it has none; without any text there is one empty piece.
+    Attributes:
+        text: The text. The last piece of a document ends with a newline.
+        first: Whether the document begins with this piece.
+        in_word: Whether its first word began in the piece before.
     """
-    rest, first, in_word = "", True, False
+
+    text: str
+    first: bool = True
+    in_word: bool = False
+
+
+def split_pieces(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
+    """Split a document into pieces, after a newline or before a word where possible.
+
+    Args:
+        blocks: The text in blocks of any size. A newline is added at its end if it has none.
+        size: Most characters of a piece.
+
+    Yields:
+        The pieces; one empty piece for an empty text.
+    """
+    buffer, first, in_word = "", True, False
     for block in blocks:
         for start in range(0, len(block), size):
-            rest += block[start : start + size]
-            while len(rest) > size:
-                # At least half a piece, at most one.
-                at = rest.rfind("\n", size // 2, size) + 1
-                if not at:
-                    word = _WORD_START.search(rest, size // 2, size)
-                    at = word.start() if word else size
-                yield Piece(rest[:at], first, in_word)
-                in_word = not rest[at - 1].isspace() and not rest[at].isspace()
-                rest, first = rest[at:], False
-    yield Piece(rest if rest[-1:] in ("", "\n") else rest + "\n", first, in_word)
+            buffer += block[start : start + size]
+            while len(buffer) > size:
+                # A piece has between size / 2 and size characters.
+                end = buffer.rfind("\n", size // 2, size) + 1
+                if not end:
+                    word = _WORD_START.search(buffer, size // 2, size)
+                    end = word.start() if word else size
+                yield Piece(buffer[:end], first, in_word)
+                in_word = not buffer[end - 1].isspace() and not buffer[end].isspace()
+                buffer, first = buffer[end:], False
+    yield Piece(buffer if buffer[-1:] in ("", "\n") else buffer + "\n", first, in_word)
 
 
-def gather(pieces: Iterable[tuple[str, Piece]], size: int = PIECE) -> Iterator[tuple[str, list[Piece]]]:
-    """Chunks of about ``size`` characters, each of pieces of one split; the order within a split is kept."""
+def group_pieces(pieces: Iterable[tuple[str, Piece]], size: int = PIECE) -> Iterator[tuple[str, list[Piece]]]:
+    """Group pieces into chunks of about ``size`` characters of one split; the order within a split stays the same."""
     chunks: defaultdict[str, list[Piece]] = defaultdict(list)
     sizes = Counter[str]()
     for split, piece in pieces:
@@ -68,13 +79,22 @@ def gather(pieces: Iterable[tuple[str, Piece]], size: int = PIECE) -> Iterator[t
     yield from chunks.items()
 
 
-# Token ids of a chunk, (tokens,), where BOS stands before each document if there are boundaries; and its counts: of
-# documents, bytes, lines, words (separated by white space, and each line end is one more), tokens and unknown ones.
+# (tokens,) token ids of a chunk, with BOS before each document if there are boundaries; and its counts of documents,
+# bytes, lines, words (between white space, and one for each line end), tokens and unknown tokens.
 Encoded = tuple[np.ndarray, Counter[str]]
 
 
 def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = True) -> Encoded:
-    """Encode pieces of one split."""
+    """Encode pieces of one split.
+
+    Args:
+        encoder: The tokenizer.
+        pieces: The pieces.
+        boundaries: Put BOS before each document.
+
+    Returns:
+        The (tokens,) ids and the counts.
+    """
     ids, counts = [], Counter[str]()
     for piece in pieces:
         tokens = encoder.encode(piece.text)
@@ -98,7 +118,7 @@ _encode: Callable[[Sequence[Piece]], Encoded]
 
 def _start_worker(kind: str, folder: Path, boundaries: bool) -> None:
     global _encode
-    # The parent is told, and it ends this process in its own time; if it is killed, nobody else would.
+    # The parent handles Ctrl-C and ends its workers. The thread ends this worker if the parent is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _encode = partial(encode_chunk, load_encoder(kind, folder), boundaries=boundaries)
@@ -111,7 +131,7 @@ def _end_with_parent() -> None:
 
 
 def _work(pieces: Sequence[Piece], file: Path) -> Counter[str]:
-    """Encode to a file: a process that is killed while it sends a long result leaves the others waiting for ever."""
+    """Encode into a file: a worker that is killed while it sends a long result would block the others for ever."""
     ids, counts = _encode(pieces)
     np.save(file, ids)
     return counts
@@ -126,14 +146,28 @@ def _take(file: Path, counts: Counter[str]) -> Encoded:
 def encode_chunks(
     chunks: Iterable[tuple[str, list[Piece]]], kind: str, folder: Path, workers: int, boundaries: bool = True
 ) -> Iterator[tuple[str, Encoded]]:
-    """Encode chunks, in their order. Raises UserError for an unusable tokenizer, and if a process is killed."""
+    """Encode chunks in parallel.
+
+    Args:
+        chunks: Pieces with their split.
+        kind: Kind of the tokenizer, a key of ``VOCABULARY_FILES``.
+        folder: Folder with the files of the tokenizer.
+        workers: Number of processes.
+        boundaries: Put BOS before each document.
+
+    Yields:
+        Split and encoded chunk, in the order of ``chunks``.
+
+    Raises:
+        UserError: The tokenizer is unusable, or a process was killed.
+    """
     if workers == 1:
         encoder = load_encoder(kind, folder)
         for split, chunk in chunks:
             yield split, encode_chunk(encoder, chunk, boundaries)
         return
     waiting: deque[tuple[str, Path, Future[Counter[str]]]] = deque()
-    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    context, other_children = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     try:
         with (
             safe_path(),
@@ -144,14 +178,14 @@ def encode_chunks(
                 for number, (split, chunk) in enumerate(chunks):
                     file = Path(encoded, f"{number}.npy")
                     waiting.append((split, file, pool.submit(_work, chunk, file)))
-                    if len(waiting) >= workers * _WAITING_PER_WORKER:
+                    if len(waiting) >= workers * _CHUNKS_PER_WORKER:
                         name, file, future = waiting.popleft()
                         yield name, _take(file, future.result())
                 for name, file, future in waiting:
                     yield name, _take(file, future.result())
             except BrokenProcessPool:
-                # The pool ends those that it knew when one was killed, and waits for one that was just being started.
-                for process in set(multiprocessing.active_children()) - others:
+                # The pool ends the workers it knows, but waits for a worker that was being started.
+                for process in set(multiprocessing.active_children()) - other_children:
                     process.terminate()
                 raise
     except BrokenProcessPool:
@@ -159,13 +193,21 @@ def encode_chunks(
 
 
 class SplitWriter:
-    """Writes ``{split}.bin`` and ``{split}.idx`` chunk by chunk; the index of lines is never in memory.
+    """Writes ``{split}.bin`` and ``{split}.idx`` chunk by chunk, with the item sizes in a temporary file.
 
-    With boundaries, an item of nothing but a line end is between two documents, as fairseq's ``--sample-break-mode
-    complete_doc`` knows them apart. An empty line inside a document is in the item of the line before it, or of the
-    first line, so that no other item is like that. Without, each line is an item, as ``fairseq-preprocess`` has it.
+    With boundaries, an item that is only a line end separates two documents, as fairseq's ``--sample-break-mode
+    complete_doc`` expects. An empty line within a document belongs to the item of the line before it (or of the first
+    line), so that no other item is only a line end. Without boundaries each line is an item, as ``fairseq-preprocess``
+    writes it.
 
-    ``dtype`` is the number type of the ids, ``<u2`` or ``<u4``; ``boundaries`` as the documents were encoded.
+    Args:
+        folder: Output folder.
+        split: Name of the split.
+        dtype: Dtype of the token ids, ``<u2`` or ``<u4``.
+        boundaries: Whether the documents were encoded with boundaries.
+
+    Attributes:
+        counts: Counts of everything that was added.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, boundaries: bool = True) -> None:
@@ -174,29 +216,32 @@ class SplitWriter:
         self._dtype = dtype
         self._bin = open(folder / f"{split}.bin", "wb")
         self._sizes = open(folder / f"{split}.sizes", "wb+")
-        self._boundaries, self._extra = boundaries, int(boundaries)
-        # The last token that is no line end, and the last one; how many are in the item that is not ended.
-        self._last, self._open = np.full(2, BOS, dtype), 0
+        # The BOS before the first document of the split is not written.
+        self._boundaries, self._leading_bos = boundaries, int(boundaries)
+        # Of the tokens added so far: the last one that is not a line end, and the last one.
+        self._last = np.full(2, BOS, dtype)
+        self._open_tokens = 0  # of the last item, which may continue in the next chunk
 
     def add(self, encoded: Encoded) -> None:
         """Append a chunk."""
-        # The boundary before the first document is left out.
-        tokens = np.concatenate((self._last, encoded[0][self._extra :]))
+        tokens = np.concatenate((self._last, encoded[0][self._leading_bos :]))  # (2 + tokens of the chunk,)
         self.counts.update(encoded[1])
-        self.counts["tokens"] -= self._extra
-        self._extra = 0
-        words = tokens[np.maximum.accumulate(np.where(tokens == EOS, 0, np.arange(len(tokens))))]
+        self.counts["tokens"] -= self._leading_bos
+        self._leading_bos = 0
+        # For each token, the last token up to it that is not a line end.
+        last_words = tokens[np.maximum.accumulate(np.where(tokens == EOS, 0, np.arange(len(tokens))))]
         ids, before = tokens[2:], tokens[1:-1]
         starts = before == EOS
         if self._boundaries:
-            starts &= (ids != EOS) & (words[1:-1] != BOS)
+            starts &= (ids != EOS) & (last_words[1:-1] != BOS)
+        # Items begin after a line end and around a boundary, which is written as an EOS of its own.
         begins = np.flatnonzero(starts | (before == BOS) | (ids == BOS))
-        self._last = np.array([words[-1], tokens[-1]])
+        self._last = np.array([last_words[-1], tokens[-1]])
         self._bin.write(np.where(ids == BOS, EOS, ids).astype(self._dtype).tobytes())
         if len(begins):
-            self._write_sizes(np.diff(begins, prepend=-self._open))
-            self._open = -int(begins[-1])
-        self._open += len(ids)
+            self._write_sizes(np.diff(begins, prepend=-self._open_tokens))
+            self._open_tokens = -int(begins[-1])
+        self._open_tokens += len(ids)
 
     def _write_sizes(self, sizes: np.ndarray) -> None:
         self._sizes.write(sizes[sizes > 0].astype("<i4").tobytes())
@@ -208,15 +253,23 @@ class SplitWriter:
         self._bin.close()
         with self._sizes:
             if kind is None:
-                self._write_sizes(np.array([self._open]))
+                self._write_sizes(np.array([self._open_tokens]))
                 write_index(self._path, self._sizes, self._dtype)
         Path(self._sizes.name).unlink()
 
 
 def decode_documents(folder: Path, split: str) -> list[bytes]:
-    """The text of each document of a prepared split, with a newline at its end; all in one without boundaries."""
+    """Decode a prepared split.
+
+    Args:
+        folder: The prepared corpus.
+        split: Name of the split.
+
+    Returns:
+        The text of each document, with a newline at its end; one text for the whole split without boundaries.
+    """
     manifest = read_manifest(folder)
-    # Corpora that name no tokenizer are of the standard library, from before it was one of the others.
+    # Manifests without a tokenizer are of the standard library, from before it was a preset of prepare.
     kind = manifest.get("tokenizer", {}).get("kind", "bpe")
     boundaries = "tokenizer" in manifest and manifest.get("options", {}).get("boundaries", True)
     decode = load_decoder(kind, folder)
@@ -224,5 +277,6 @@ def decode_documents(folder: Path, split: str) -> list[bytes]:
     if not boundaries:
         return [decode(tokens.tolist())]
     starts = np.cumsum(sizes, dtype=np.int64) - sizes
-    gaps = starts[(sizes == 1) & (tokens[starts] == EOS)]
-    return [decode(part.tolist()) for part in np.split(np.delete(tokens, gaps), gaps - np.arange(len(gaps)))]
+    separators = starts[(sizes == 1) & (tokens[starts] == EOS)]  # token indices
+    documents = np.split(np.delete(tokens, separators), separators - np.arange(len(separators)))
+    return [decode(document.tolist()) for document in documents]

@@ -1,4 +1,4 @@
-"""Vocabularies: learned from a stream of text (a sample for sentencepiece, counts for whole words) or given."""
+"""Vocabularies: learned from a stream of text (a sample for sentencepiece, counts for words), or from other folders."""
 
 import hashlib
 import sys
@@ -8,55 +8,67 @@ from itertools import count, islice
 from pathlib import Path
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS, check_as_made, read_dictionary, read_manifest, write_dictionary
-from fairseq_rpe.data.gpt2 import find_files
-from fairseq_rpe.data.stream import cut
-from fairseq_rpe.data.tokenizer import Tokenizer, train_tokenizer
+from fairseq_rpe.data.folder import (
+    FAIRSEQ_SPECIALS,
+    check_file_digests,
+    read_dictionary,
+    read_manifest,
+    write_dictionary,
+)
+from fairseq_rpe.data.stream import split_pieces
+from fairseq_rpe.data.tokenization import Tokenizer, find_gpt2_files, train_tokenizer
 
-# The files of each kind of tokenizer beside its dictionary.
+# Files of each kind of tokenizer, in addition to the dictionary.
 VOCABULARY_FILES = {"bpe": ("spm.model",), "gpt2": ("vocab.json", "merges.txt"), "words": ()}
 
-# Whole words are for texts whose rare words are <unk> already; a web crawl has no end of them.
-MOST_WORDS = 4_000_000
-_PART = 8192
-_PADDING = 8
+# The tokenizer "words" is for texts whose rare words are <unk> already; a web crawl has too many different words.
+MAX_WORDS = 4_000_000
+_SAMPLE_CHARACTERS = 8192  # of a sampled piece of text
+_PADDING = 8  # the size of a fairseq dictionary is a multiple of it
 
 
 class BpeLearner:
-    """Learns ``spm.model``, a byte-exact sentencepiece BPE, from parts of the text that a hash of each part chooses.
+    """Learns ``spm.model``, a byte-exact sentencepiece BPE, from pieces of the text that are sampled by their hash.
 
-    The choice depends on the text alone. Whenever the parts are more than ``sample_bytes`` characters, half of all
-    hashes drop out; ``None`` takes all, by whole lines. ``vocab_size`` counts the specials, too.
+    The sample depends on the text only. When it exceeds ``sample_bytes`` characters, the limit for hashes is halved.
+
+    Args:
+        vocab_size: Symbols of the dictionary, special symbols included.
+        sample_bytes: Most characters of the sample; None takes the whole text, in whole lines.
     """
 
     def __init__(self, vocab_size: int, sample_bytes: int | None) -> None:
         self._vocab_size = vocab_size
-        self._room, self._part = (sys.maxsize, sys.maxsize) if sample_bytes is None else (sample_bytes, _PART)
-        self._limit = 1 << 64
-        self._parts: list[tuple[int, str]] = []
-        self._size = 0
+        self._max_size = sys.maxsize if sample_bytes is None else sample_bytes
+        self._piece_size = sys.maxsize if sample_bytes is None else _SAMPLE_CHARACTERS
+        self._hash_limit = 1 << 64
+        self._sample: list[tuple[int, str]] = []  # hash and text of each piece
+        self._size = 0  # characters of the sample
 
     def read(self, blocks: Iterable[str]) -> None:
-        for piece in cut(blocks, self._part):
-            number = int.from_bytes(hashlib.blake2b(piece.text.encode(), digest_size=8).digest(), "big")
-            if number < self._limit:
-                self._parts.append((number, piece.text))
+        """Read a document."""
+        for piece in split_pieces(blocks, self._piece_size):
+            piece_hash = int.from_bytes(hashlib.blake2b(piece.text.encode(), digest_size=8).digest(), "big")
+            if piece_hash < self._hash_limit:
+                self._sample.append((piece_hash, piece.text))
                 self._size += len(piece.text)
-            while self._size > self._room:
-                self._limit //= 2
-                self._parts = [part for part in self._parts if part[0] < self._limit]
-                self._size = sum(len(text) for _, text in self._parts)
+            while self._size > self._max_size:
+                self._hash_limit //= 2
+                self._sample = [(number, text) for number, text in self._sample if number < self._hash_limit]
+                self._size = sum(len(text) for _, text in self._sample)
 
     def write(self, folder: Path) -> None:
-        model = train_tokenizer((line for _, text in self._parts for line in text.split("\n")), self._vocab_size)
+        """Learn the vocabulary and write ``spm.model`` and ``dict.txt``."""
+        model = train_tokenizer((line for _, text in self._sample for line in text.split("\n")), self._vocab_size)
         (folder / "spm.model").write_bytes(model)
         write_dictionary(folder / "dict.txt", Tokenizer(model).symbols)
 
 
 class WordLearner:
-    """Counts words between white space; the dictionary is in fairseq's order and padded as fairseq pads it.
+    """Counts words between white space; the dictionary has fairseq's order and padding.
 
-    It has the ``vocab_size`` most frequent words, specials and padding included; with ``None`` all.
+    Args:
+        vocab_size: Most symbols of the dictionary, special symbols included; None takes all words.
     """
 
     def __init__(self, vocab_size: int | None) -> None:
@@ -64,34 +76,44 @@ class WordLearner:
         self._counts: Counter[str] = Counter()
 
     def read(self, blocks: Iterable[str]) -> None:
-        for piece in cut(blocks):
+        """Read a document."""
+        for piece in split_pieces(blocks):
             self._counts.update(piece.text.split())
-            if len(self._counts) > MOST_WORDS:
-                raise UserError(f"the text has more than {MOST_WORDS} different words: use --tokenizer bpe")
+            if len(self._counts) > MAX_WORDS:
+                raise UserError(f"the text has more than {MAX_WORDS} different words: use --tokenizer bpe")
 
     def write(self, folder: Path) -> None:
+        """Write ``dict.txt``."""
         for special in FAIRSEQ_SPECIALS:
             del self._counts[special]
         words = sorted(self._counts, key=lambda word: (-self._counts[word], word))
         if self._vocab_size is not None:
             words = words[: self._vocab_size - len(FAIRSEQ_SPECIALS)]
-        known = set(words)
-        unused = (symbol for i in count() if (symbol := f"madeupword{i:04d}") not in known)
+        word_set = set(words)
+        unused = (symbol for i in count() if (symbol := f"madeupword{i:04d}") not in word_set)
         words += islice(unused, -(len(words) + len(FAIRSEQ_SPECIALS)) % _PADDING)
         write_dictionary(folder / "dict.txt", words)
 
 
-# The kind of its tokenizer, a key of VOCABULARY_FILES, and where each file comes from.
-Given = tuple[str, dict[str, Path]]
+# Kind of the tokenizer, a key of VOCABULARY_FILES, and the path of each file by its name in a prepared corpus.
+VocabularyFiles = tuple[str, dict[str, Path]]
 
 
-def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
-    """The vocabulary of a prepared corpus, or of a folder with GPT-2's.
+def find_vocabulary(corpus: Path | None, gpt2: Path | None) -> VocabularyFiles | None:
+    """Find the files of a vocabulary.
 
-    ``None`` if neither is named. GPT-2's may come without ``dict.txt``; where other files are missing it is refused.
+    Args:
+        corpus: A prepared corpus, or None.
+        gpt2: A folder with GPT-2's vocabulary, or None; ``dict.txt`` is optional there.
+
+    Returns:
+        Kind and files, or None if both arguments are None.
+
+    Raises:
+        UserError: A file is missing or damaged.
     """
     if gpt2 is not None:
-        return "gpt2", find_files(gpt2)
+        return "gpt2", find_gpt2_files(gpt2)
     if corpus is None:
         return None
     manifest = read_manifest(corpus)
@@ -103,5 +125,5 @@ def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
         if not path.is_file():
             raise UserError(f"--vocab-from {corpus} has no {name}: prepare it again")
     read_dictionary(files["dict.txt"])
-    check_as_made(corpus, files)
+    check_file_digests(corpus, files)
     return kind, files

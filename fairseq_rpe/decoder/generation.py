@@ -1,7 +1,7 @@
-"""What a model writes after prompts: the likeliest tokens, or how likely given choices are. With the cache.
+"""Greedy decoding and scoring of given choices with the KV cache, for language models with any encoding.
 
-These, and beams, read the prompts once, in one pass over the batch, and then only what is new. Prompts of different
-lengths are padded; a row's numbers are those of the same row alone.
+Prompts are read in one prefill pass over the batch, then only new tokens. Prompts of different lengths are padded; the
+result of a row does not depend on the other rows.
 """
 
 import contextlib
@@ -13,91 +13,106 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.positions import Transform, freeze, freeze_rows
-from fairseq_rpe.positions.base import Fixed
-from fairseq_rpe.positions.position_transforms import Moves, generator_of
+from fairseq_rpe.positions.base import FrozenPositions
+from fairseq_rpe.positions.position_transforms import PositionTransforms, seeded_generator
 
-Tick = Callable[[], object]
+OnStep = Callable[[], object]
 
 
-def check_fixed(model: Any) -> None:
-    """Refuse an encoding for which what has been read would change with every token that is written."""
+def check_length_independent(model: Any) -> None:
+    """Raise UserError if a model's encoding changes for cached tokens with every new token."""
     if model.decoder.length_dependent:
         raise UserError(
-            "this encoding follows the length of the text, which grows while an answer is written: give a fixed "
-            "factor with --rpe, or use --positions interpolate, which has one ratio for the whole text"
+            "this encoding follows the length of the text, which grows during generation: give a fixed factor with "
+            "--rpe, or use --positions-eval interpolate, which has one ratio for the whole text"
         )
 
 
-class Writing:
-    """Rows of text that are being written, with the cache of what has been read.
+class DecodingState:
+    """Rows of tokens that are being generated, with their KV cache.
 
-    ``rows`` (R, m) int64: prompts as :func:`padded` gives them; once they are read, padding, prompt and what has been
-    written. ``model``: a ``transformer_rpe_lm`` in evaluation mode whose positions stay where they are while rows grow
-    (see :func:`settled`).
+    Args:
+        model: a ``transformer_rpe_lm`` in evaluation mode, inside :func:`fixed_positions`.
+        rows: (R, P) int64 prompts as :func:`pad_prompts` returns them.
+
+    Attributes:
+        rows: (R, n) int64. After the prefill: padding, prompt and generated tokens of each row.
     """
 
     def __init__(self, model: Any, rows: Tensor) -> None:
-        check_fixed(model)
+        check_length_independent(model)
         self.model, self.rows, self._state = model, rows, dict[str, Any]()
 
-    def read(self) -> Tensor:
-        """Read what has not been read yet: log-probabilities (R, V) of the next token, float32; never padding."""
+    def prefill_or_step(self) -> Tensor:
+        """Read the tokens that are not in the cache yet.
+
+        Returns:
+            (R, V) float32 log-probabilities of the next token; -inf for padding.
+        """
         features = self._features()
-        if features.shape[1] == self.rows.shape[1]:  # nothing was read before
-            lengths = self.rows.ne(self.model.decoder.padding_idx).sum(1)
-            features = features[torch.arange(len(lengths), device=lengths.device), lengths - 1][:, None]
+        if features.shape[1] == self.rows.shape[1]:  # prefill: the cache was empty
+            lengths = self.rows.ne(self.model.decoder.padding_idx).sum(1)  # (R,)
+            features = features[torch.arange(len(lengths), device=lengths.device), lengths - 1][:, None]  # (R, 1, C)
             self._move_padding(lengths)
-        return self._scores(features[:, -1:])
+        return self._log_probs(features[:, -1:])
 
     def _move_padding(self, lengths: Tensor) -> None:
-        """From the end of prompts, where attention need not know of it, to before them, so that more can follow."""
+        """Move padding from after the prompts, where attention may ignore it, to before them, to append tokens."""
         size = self.rows.shape[1]
         if bool((lengths == size).all()):
             return
         order = torch.arange(size, device=lengths.device)
-        order = (order + lengths[:, None]) % size
+        order = (order + lengths[:, None]) % size  # (R, P)
         self.rows = self.rows.gather(1, order)
         for layer in self.model.decoder.layers:
-            held = layer.self_attn._get_input_buffer(self._state)
-            moved = {name: x.gather(2, order[:, None, :, None].expand_as(x)) for name, x in held.items()}
+            cache = layer.self_attn._get_input_buffer(self._state)
+            moved = {name: x.gather(2, order[:, None, :, None].expand_as(x)) for name, x in cache.items()}
             layer.self_attn._set_input_buffer(self._state, moved)
 
-    def chances(self, next_ones: Tensor) -> Tensor:
-        """The same of the tokens next_ones (R, n) int64 that follow the last n tokens of what is read: (R, n)."""
-        features = self._features()[:, -next_ones.shape[1] :]
-        # one after the other: scores of a whole vocabulary are large
-        each = (self._scores(features[:, n : n + 1]) for n in range(next_ones.shape[1]))
-        return torch.cat([one.gather(1, next_ones[:, n : n + 1]) for n, one in enumerate(each)], dim=1)
+    def next_token_logprobs(self, next_tokens: Tensor) -> Tensor:
+        """Read the tokens that are not in the cache and score given successors of the last n of them.
+
+        Args:
+            next_tokens: (R, n) int64, the token after each of the last n tokens of ``rows``.
+
+        Returns:
+            (R, n) float32 log-probabilities.
+        """
+        features = self._features()[:, -next_tokens.shape[1] :]  # (R, n, C)
+        # one position at a time: (R, n, V) would be large
+        steps = (self._log_probs(features[:, i : i + 1]) for i in range(next_tokens.shape[1]))
+        return torch.cat([step.gather(1, next_tokens[:, i : i + 1]) for i, step in enumerate(steps)], dim=1)
 
     def _features(self) -> Tensor:
+        """Return the features (R, new tokens, C) of the tokens that are not in the cache yet."""
         return self.model.decoder(self.rows, incremental_state=self._state, features_only=True)[0]
 
-    def _scores(self, features: Tensor) -> Tensor:
-        """Log-probabilities (R, V) from features (R, 1, C)."""
+    def _log_probs(self, features: Tensor) -> Tensor:
+        """Return log-probabilities (R, V) of features (R, 1, C)."""
         outputs = self.model.decoder.output_layer(features), None
         scores = self.model.get_normalized_probs(outputs, log_probs=True)[:, 0].float()
         if bool(scores.isnan().any()):
-            raise UserError("this model's predictions are not numbers (NaN): use an earlier checkpoint of its training")
+            raise UserError("this model's predictions are NaN: use an earlier checkpoint of its training")
         scores[:, self.model.decoder.padding_idx] = -torch.inf
         return scores
 
-    def add(self, tokens: Tensor) -> None:
-        """Write ``tokens`` (R, n) behind the rows."""
+    def append_tokens(self, tokens: Tensor) -> None:
+        """Append ``tokens`` (R, n) to the rows; the next step reads them."""
         self.rows = torch.cat([self.rows, tokens.to(self.rows)], dim=1)
 
-    def keep(self, order: Tensor) -> None:
-        """Go on with the rows ``order`` (R',) int64, in which a row may be missing or be there several times."""
+    def select_rows(self, order: Tensor) -> None:
+        """Keep the rows ``order`` (R',) int64; a row may be left out or repeated."""
         if len(order) == len(self.rows) and bool((order == torch.arange(len(order), device=order.device)).all()):
             return
         self.rows = self.rows[order]
         self.model.decoder.reorder_incremental_state_scripting(self._state, order)
-        moves: Moves = self.model.decoder.moves
-        if isinstance(moves.evaluation, Fixed):
-            moves.evaluation = moves.evaluation.of_rows(order)
+        transforms: PositionTransforms = self.model.decoder.position_transforms
+        if isinstance(transforms.evaluation, FrozenPositions):
+            transforms.evaluation = transforms.evaluation.select_rows(order)
 
 
-def padded(prompts: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """Rows of different lengths as (B, P) int64, padded at their end."""
+def pad_prompts(prompts: Sequence[Sequence[int]], pad: int) -> Tensor:
+    """Return token lists of different lengths as (B, P) int64, padded at the end."""
     rows = torch.full((len(prompts), max(map(len, prompts))), pad)
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
@@ -105,118 +120,152 @@ def padded(prompts: Sequence[Sequence[int]], pad: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def settled(model: Any, prompts: Sequence[Sequence[int]], whole: Sequence[int]) -> Iterator[None]:
-    """Inside, every row has the positions of its finished text of ``whole`` tokens from its first token on.
+def fixed_positions(model: Any, prompts: Sequence[Sequence[int]], total_lengths: Sequence[int]) -> Iterator[None]:
+    """Give every token its position in the complete text while the block generates token by token.
 
-    Nothing changes where tokens stay where they are anyway. Interpolation without a ratio takes that of the whole, and
-    random positions are drawn for each row, from its prompt. Raises UserError: a transform has no such positions.
+    Transforms that are length invariant need no change. Interpolation without a ratio uses the ratio of the complete
+    text, and random positions are sampled per row, seeded by its prompt.
+
+    Args:
+        model: whose transform in evaluation is replaced inside the block.
+        prompts: token ids of each row.
+        total_lengths: tokens of each complete text.
+
+    Raises:
+        UserError: the transform has no positions for texts of these lengths.
     """
-    moves: Moves = model.decoder.moves
-    before = moves.evaluation
-    if not moves.length_invariant(False):
-        moves.evaluation = _frozen(moves, before, prompts, whole)
+    transforms: PositionTransforms = model.decoder.position_transforms
+    before = transforms.evaluation
+    if not transforms.length_invariant(False):
+        transforms.evaluation = _freeze_transform(transforms, prompts, total_lengths)
     try:
         yield
     finally:
-        moves.evaluation = before
+        transforms.evaluation = before
 
 
-def _frozen(moves: Moves, transform: Transform, prompts: Sequence[Sequence[int]], whole: Sequence[int]) -> Transform:
-    if not transform.random and len(set(whole)) == 1:
-        return freeze(transform, whole[0])
-    own = [generator_of(moves.seed, "answer", moves.draw, list(map(int, prompt))) for prompt in prompts]
-    return freeze_rows(transform, whole, own)
+def _freeze_transform(
+    transforms: PositionTransforms, prompts: Sequence[Sequence[int]], total_lengths: Sequence[int]
+) -> Transform:
+    transform = transforms.evaluation
+    if not transform.random and len(set(total_lengths)) == 1:
+        return freeze(transform, total_lengths[0])
+    seed, sample = transforms.seed, transforms.sample
+    generators = [seeded_generator(seed, "answer", sample, list(map(int, prompt))) for prompt in prompts]
+    return freeze_rows(transform, total_lengths, generators)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], most: int) -> None:
-    """Raises ValueError: there is nothing to read, or nothing to write."""
-    if not prompts or not all(map(len, prompts)) or most < 1:
-        raise ValueError("there is something to read in every prompt, and at least one token to write")
+def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raise ValueError if there is nothing to read or nothing to generate."""
+    if not prompts or not all(map(len, prompts)) or max_new_tokens < 1:
+        raise ValueError("generation needs at least one prompt, no empty prompt and at least one new token")
 
 
-def finished(prompts: Sequence[Sequence[int]], most: int, whole: int | None) -> list[int]:
-    """Tokens of each finished text: ``whole``, or those of the prompt and ``most`` more."""
-    return [len(prompt) + most if whole is None else whole for prompt in prompts]
+def final_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, total_length: int | None) -> list[int]:
+    """Return the tokens of each complete text: ``total_length``, or prompt and ``max_new_tokens`` if it is None."""
+    return [len(prompt) + max_new_tokens if total_length is None else total_length for prompt in prompts]
 
 
 @torch.no_grad()
-def continued(model: Any, prompts: Tensor, steps: int, tick: Tick = lambda: None) -> Tensor:
-    """The likeliest next token, ``steps`` >= 1 times, past the end of the sentence as well: (B, steps) int64.
+def greedy_steps(model: Any, prompts: Tensor, steps: int, on_step: OnStep = lambda: None) -> Tensor:
+    """Generate the most likely next token ``steps`` times, past the end-of-sentence symbol too.
 
-    ``prompts``: (B, P) int64 without padding, P >= 1; ``tick`` is called after each token. Positions are settled by
-    the caller.
+    Args:
+        model: a ``transformer_rpe_lm`` in evaluation mode, inside :func:`fixed_positions` if its positions need it.
+        prompts: (B, P) int64 without padding, P >= 1.
+        steps: number of new tokens, at least 1.
+        on_step: called after each token.
+
+    Returns:
+        (B, steps) int64 new tokens.
     """
-    writing = Writing(model, prompts)
+    state = DecodingState(model, prompts)
     for _ in range(steps):
-        writing.add(writing.read().argmax(-1, keepdim=True))
-        tick()
-    return writing.rows[:, prompts.shape[1] :]
+        state.append_tokens(state.prefill_or_step().argmax(-1, keepdim=True))
+        on_step()
+    return state.rows[:, prompts.shape[1] :]
 
 
 @torch.no_grad()
-def greedy(
-    model: Any, prompts: Sequence[Sequence[int]], most: int, whole: int | None = None, tick: Tick = lambda: None
+def greedy_search(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    total_length: int | None = None,
+    on_step: OnStep = lambda: None,
 ) -> list[list[int]]:
-    """For each prompt the likeliest next tokens up to the end of the sentence, which is not among them.
-
-    An answer has at most ``most`` tokens with its end: where the first ``most`` - 1 have not ended it, they are all.
+    """Generate the most likely tokens up to the end-of-sentence symbol.
 
     Args:
         model: a ``transformer_rpe_lm`` in evaluation mode.
-        prompts: token ids of each, at least one.
-        whole: tokens of the finished text where positions depend on it; None: of the prompt and ``most`` more.
-        tick: called after each step.
+        prompts: token ids of each prompt, at least one.
+        max_new_tokens: most new tokens including the end-of-sentence symbol; an answer that has not ended after
+            ``max_new_tokens`` - 1 tokens is these tokens.
+        total_length: tokens of the complete text, for positions that depend on it; None: prompt + ``max_new_tokens``.
+        on_step: called after each step.
 
-    Raises UserError: an encoding that follows the length of the text; positions that the text does not fit.
+    Returns:
+        The new tokens of each prompt, without the end-of-sentence symbol.
+
+    Raises:
+        UserError: the encoding depends on the length of the text, or its positions do not reach ``total_length``.
     """
-    check_prompts(prompts, most)
+    check_prompts(prompts, max_new_tokens)
     end, device = model.decoder.dictionary.eos(), next(model.parameters()).device
-    found: list[list[int]] = [[] for _ in prompts]
-    with settled(model, prompts, finished(prompts, most, whole)):
-        writing = Writing(model, padded(prompts, model.decoder.padding_idx).to(device))
-        active = torch.arange(len(prompts))  # of the rows that are left, in their order
-        for _ in range(most - 1):
-            best = writing.read().argmax(-1)
+    answers: list[list[int]] = [[] for _ in prompts]
+    with fixed_positions(model, prompts, final_lengths(prompts, max_new_tokens, total_length)):
+        state = DecodingState(model, pad_prompts(prompts, model.decoder.padding_idx).to(device))
+        active = torch.arange(len(prompts))  # prompt of each row that is not finished
+        for _ in range(max_new_tokens - 1):
+            best = state.prefill_or_step().argmax(-1)  # (R,)
             tokens = best.tolist()
-            tick()
+            on_step()
             for row, token in zip(active.tolist(), tokens, strict=True):
                 if token != end:
-                    found[row].append(token)
-            going = torch.tensor([token != end for token in tokens])
-            if not going.any():
+                    answers[row].append(token)
+            unfinished = torch.tensor([token != end for token in tokens])
+            if not unfinished.any():
                 break
-            writing.add(best[:, None])
-            if not going.all():  # rows that are done are no longer read
-                writing.keep(going.nonzero().flatten().to(device))
-                active = active[going]
-    return found
+            state.append_tokens(best[:, None])
+            if not unfinished.all():  # finished rows are no longer computed
+                state.select_rows(unfinished.nonzero().flatten().to(device))
+                active = active[unfinished]
+    return answers
 
 
 @torch.no_grad()
-def likelihoods(
-    model: Any, prompts: Sequence[Sequence[int]], choices: Sequence[Sequence[Sequence[int]]], whole: int | None = None
+def score_choices(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    choices: Sequence[Sequence[Sequence[int]]],
+    total_length: int | None = None,
 ) -> list[list[float]]:
-    """log p(choice and the end of the sentence | prompt) in nats, for each choice of each prompt: sums over tokens.
+    """Return log p(choice, end of sentence | prompt) in nats for each choice of each prompt, summed over tokens.
 
-    The prompts are read once; their choices are then read beside each other. ``choices``: of each prompt its own,
-    without the end. Other arguments and errors are those of :func:`greedy`; ``whole`` None: of the prompt, the longest
-    of all choices and the end.
+    Args:
+        model: a ``transformer_rpe_lm`` in evaluation mode.
+        prompts: token ids of each prompt, at least one; each is read once.
+        choices: for each prompt the token ids of its choices, without the end-of-sentence symbol.
+        total_length: tokens of the complete text, for positions that depend on it; None: prompt + longest choice + 1.
+
+    Raises:
+        UserError: the encoding depends on the length of the text, or its positions do not reach ``total_length``.
     """
-    flat = [choice for own in choices for choice in own]
-    most = 1 + max(map(len, flat))
-    check_prompts(prompts, most)
+    flat = [choice for own_choices in choices for choice in own_choices]
+    max_new_tokens = 1 + max(map(len, flat))
+    check_prompts(prompts, max_new_tokens)
     dictionary, device = model.decoder.dictionary, next(model.parameters()).device
     pad = dictionary.pad()
-    wanted = padded([[*choice, dictionary.eos()] for choice in flat], pad).to(device)
-    with settled(model, prompts, finished(prompts, most, whole)):
-        writing = Writing(model, padded(prompts, pad).to(device))
-        first = writing.read()
-        counts = torch.tensor([len(own) for own in choices], device=device)
-        order = torch.arange(len(prompts), device=device).repeat_interleave(counts)
-        each = first[order].gather(1, wanted[:, :1])
-        if most > 1:
-            writing.keep(order)
-            writing.add(wanted[:, :-1].masked_fill(wanted[:, 1:].eq(pad), pad))  # without the end of each
-            each = torch.cat([each, writing.chances(wanted[:, 1:])], dim=1)
-    sums = iter(each.masked_fill(wanted.eq(pad), 0.0).double().sum(1).tolist())
-    return [[next(sums) for _ in own] for own in choices]
+    targets = pad_prompts([[*choice, dictionary.eos()] for choice in flat], pad).to(device)  # (R, n), R choices in all
+    with fixed_positions(model, prompts, final_lengths(prompts, max_new_tokens, total_length)):
+        state = DecodingState(model, pad_prompts(prompts, pad).to(device))
+        first = state.prefill_or_step()  # (B, V)
+        counts = torch.tensor([len(own_choices) for own_choices in choices], device=device)
+        order = torch.arange(len(prompts), device=device).repeat_interleave(counts)  # (R,) prompt of each choice
+        logprobs = first[order].gather(1, targets[:, :1])  # (R, 1)
+        if max_new_tokens > 1:
+            state.select_rows(order)
+            state.append_tokens(targets[:, :-1].masked_fill(targets[:, 1:].eq(pad), pad))  # choices without their ends
+            logprobs = torch.cat([logprobs, state.next_token_logprobs(targets[:, 1:])], dim=1)  # (R, n)
+    sums = iter(logprobs.masked_fill(targets.eq(pad), 0.0).double().sum(1).tolist())
+    return [[next(sums) for _ in own_choices] for own_choices in choices]

@@ -1,4 +1,4 @@
-"""All encodings by name. ``build("type1:form=paper", heads=8, width=512).bias_profile(n)``."""
+"""All encodings by name, e.g. ``build("type1:variant=paper", heads=8, width=512).bias_profile(n)``."""
 
 import importlib.util
 import sys
@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairseq_rpe.core.arguments import check_count, check_text, check_texts, described
-from fairseq_rpe.core.contract import call, is_shipped
-from fairseq_rpe.core.errors import UserError, enough_memory
+from fairseq_rpe.core.arguments import check_count, check_text, check_texts, describe_value
+from fairseq_rpe.core.contract import call_user_method, is_shipped
+from fairseq_rpe.core.errors import UserError, explain_memory_errors
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings import (  # noqa: F401  (registers)
     absolute,
@@ -42,7 +42,7 @@ from fairseq_rpe.encodings import (  # noqa: F401  (registers)
 from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairwiseBias, Rotary, register, registry
 from fairseq_rpe.encodings.contract import check_contract
 from fairseq_rpe.encodings.kerple import positive
-from fairseq_rpe.utils.files import file_digest
+from fairseq_rpe.utils.files import sha256_of_files
 
 __all__ = [
     "Absolute",
@@ -67,41 +67,58 @@ names, describe, normalise = registry.names, registry.describe, registry.normali
 def build(
     spec: str, heads: int, width: int, length: int | None = None, symbols: Sequence[str] | None = None
 ) -> Encoding:
-    """Make the encoding that ``spec``, ``name`` or ``name:key=value,key=value``, names.
+    """Build an encoding.
 
-    ``heads`` attention heads H must divide the model width C, ``width``; ``length`` is the training length in tokens.
-    ``symbols`` are what the ids of the dictionary stand for, in their order, for encodings that read tokens; without
-    them such an encoding is made empty, to be filled by ``load_state_dict``.
-    An encoding of the user's own is checked before it is returned, once for its options and sizes (see ``contract``).
+    A user's own encoding is checked before it is returned, once for each combination of options and sizes; see
+    ``contract``.
 
-    Raises UserError: unknown name or option, value out of range, heads that do not divide the width, an argument of
-    another type, or an encoding of the user's own that attention cannot use.
+    Args:
+        spec: ``name`` or ``name:key=value,key=value``.
+        heads: number of attention heads H, a divisor of ``width``.
+        width: model width C.
+        length: training length in tokens, or None if unknown.
+        symbols: symbols of the dictionary by id, for encodings that read tokens; without them such an encoding is
+            built empty, to be filled by ``load_state_dict``.
+
+    Returns:
+        The encoding, with parameters initialised.
+
+    Raises:
+        UserError: the name or an option is unknown, a value is out of range, ``heads`` does not divide ``width``, an
+            argument has a wrong type, or attention cannot use a user's own encoding.
     """
     check_text("an encoding's spec", spec, "alibi")
     check_count("heads", heads)
     check_count("width", width)
     check_count("length", length, optional=True)
     check_texts("symbols", symbols)
-    heads, width, length = int(heads), int(width), None if length is None else int(length)  # of numpy or torch
+    heads, width, length = int(heads), int(width), None if length is None else int(length)  # numpy or torch scalars
     cls, _, config = registry.resolve(spec)
     if width % heads:
         raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
     if is_shipped(cls):
-        with enough_memory(f"'{spec}' of width {width}" + (f" and length {length}" if length else "")):
+        with explain_memory_errors(f"'{spec}' of width {width}" + (f" and length {length}" if length else "")):
             return cls(config, heads, width, length, symbols)
-    encoding: Encoding = call(cls, "setup", cls, config, heads, width, length, symbols)
+    encoding: Encoding = call_user_method(cls, "setup", cls, config, heads, width, length, symbols)
     check_contract(encoding, len(symbols or ()))
     return encoding
 
 
 def load_module(path: str | Path) -> None:
-    """Run a Python file that registers encodings, once; refused if it is missing, fails, or registers nothing."""
+    """Run a Python file that registers encodings; a file that was already run is skipped.
+
+    Args:
+        path: the file.
+
+    Raises:
+        UserError: the file is missing, fails, changed after it was run, or registers nothing.
+    """
     if not isinstance(path, str | Path):
-        raise UserError(f"--rpe-module: a path is a string or Path, not {described(path)}")
+        raise UserError(f"--rpe-module needs a string or Path, not {describe_value(path)}")
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"--rpe-module {path}: no such file, name a Python file")
-    digest = file_digest(file)
+    digest = sha256_of_files(file)
     if str(file) in _loaded:
         if _loaded[str(file)] != digest:
             raise UserError(f"--rpe-module {path}: the file changed after it was loaded; start a new process")

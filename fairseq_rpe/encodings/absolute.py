@@ -1,4 +1,4 @@
-"""No encoding and absolute encodings."""
+"""Absolute position encodings, and no encoding at all."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ from fairseq_rpe.encodings.base import Absolute, Encoding, register
 
 @register("nope")
 class NoPE(Encoding):
-    """No positional encoding: order comes from the causal mask alone."""
+    """No positional encoding: only the causal mask gives information about order.
+
+    Haviv et al. 2022 (arXiv 2203.16634) and Kazemnejad et al. 2023 (arXiv 2305.19466).
+    """
 
     formula = "0"
     paper = "Haviv et al. 2022 (arXiv 2203.16634); Kazemnejad et al. 2023 (arXiv 2305.19466)"
@@ -25,14 +28,16 @@ class NoPE(Encoding):
 
 @register("sinusoidal")
 class Sinusoidal(Absolute):
-    """Fixed sinusoids added at the input.
+    """Fixed sinusoids (C,) added at the input (Vaswani et al. 2017, arXiv 1706.03762, Section 3.5).
 
-    ``style=vaswani`` is the paper: PE(p, 2s) = sin(p·10000^(-2s/C)), PE(p, 2s+1) = cos(same), p from 0.
-    ``style=fairseq`` is what fairseq computes: exponents s/(C/2 - 1), all sines before all cosines, p from 2.
+    ``style=vaswani`` follows the paper: PE(p, 2s) = sin(p·10000^(-2s/C)), PE(p, 2s+1) = cos(same), p from 0.
+    ``style=fairseq``, the default, follows fairseq: exponents s/(C/2 - 1), all sines before all cosines, p from 2.
     """
 
     @dataclass(frozen=True)
     class Config:
+        """Options of ``sinusoidal``."""
+
         style: str = option(
             "fairseq",
             "fairseq: [sin|cos], last frequency 1e-4, from index 2; vaswani: as printed",
@@ -43,26 +48,33 @@ class Sinusoidal(Absolute):
     paper = "Vaswani et al. 2017 (arXiv 1706.03762)"
 
     def setup(self) -> None:
+        """Check the options and derive settings from them."""
         if self.width < 4:
             raise UserError(f"'sinusoidal' needs a model width of at least 4, not {self.width}")
 
     def vectors(self, at: Tensor) -> Tensor:
+        """Return the vectors (B or 1, n, C) of positions ``at`` (B or 1, n)."""
         half, odd = divmod(self.width, 2)
         s = torch.arange(half + odd, device=at.device, dtype=at.dtype)
         if self.config.style == "fairseq":
             # fairseq's index of the first token is padding_idx + 1 = 2
-            angles = (at + 2)[..., None] * torch.exp(s[:half] * -(math.log(10000) / (half - 1)))
+            angles = (at + 2)[..., None] * torch.exp(s[:half] * -(math.log(10000) / (half - 1)))  # (B or 1, n, C/2)
             return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, odd))
-        angles = at[..., None] * 10000.0 ** (-2 * s / self.width)
+        angles = at[..., None] * 10000.0 ** (-2 * s / self.width)  # (B or 1, n, ceil(C/2))
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.width]
 
 
 @register("learned")
 class Learned(Absolute):
-    """A learned vector per position; refuses positions beyond its table: it cannot extrapolate."""
+    """A learned vector per position, table (N, C), added at the input (Gehring et al. 2017, arXiv 1705.03122).
+
+    Positions beyond the table are refused, so it cannot extrapolate.
+    """
 
     @dataclass(frozen=True)
     class Config:
+        """Options of ``learned``."""
+
         max_positions: int = option(0, "rows of the table; 0: the training length", minimum=0, maximum=1 << 24)
 
     formula = "x + table[i]"
@@ -70,16 +82,18 @@ class Learned(Absolute):
     position_type = "whole"
 
     def setup(self) -> None:
+        """Check the options and create the parameters."""
         rows = self.config.max_positions or self.length
         if not rows:
             raise UserError("'learned' needs a table size: give max_positions=N or a training length")
         if self.length and rows < self.length:
             raise UserError(
-                f"'learned:max_positions={rows}' is shorter than the training length {self.length}: raise it or use 0"
+                f"'learned:max_positions={rows}' is less than the training length {self.length}: raise it or use 0"
             )
         self.table = nn.Parameter(torch.randn(rows, self.width) * self.width**-0.5)
 
     def vectors(self, at: Tensor) -> Tensor:
+        """Return the vectors (B or 1, n, C) of positions ``at`` (B or 1, n)."""
         rows = self.table.shape[0]
         if int(at.max()) >= rows:
             raise UserError(

@@ -1,6 +1,6 @@
-"""Reading on and on without training: the first tokens and the nearest ones, for models trained with ``rope``.
+"""Training-free streaming for RoPE models (StreamingLLM, LM-Infinite): attend to the first tokens and a recent window.
 
-What is between them is not seen, so these go on for ever and remember no more than their window, layer by layer.
+Tokens between are not seen, so memory is constant for any length, and so is the context.
 """
 
 from dataclasses import dataclass
@@ -8,117 +8,134 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.log_bias import LogBias
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import register
-from fairseq_rpe.encodings.rope_extrapolation import Longer, at, far, near
+from fairseq_rpe.encodings.rope_extrapolation import RegionRope, far_region, near_region, shared_position
 
 
-class Forgetful(Longer):
-    """Keys of d < ``window``, and of positions j < ``sinks``."""
+class SinkRope(RegionRope):
+    """Base class of RoPE that sees keys of d < ``window`` and the first tokens, positions j < ``sinks``.
+
+    Attributes:
+        window: number of nearest keys that a query sees.
+    """
 
     window: int
 
     def bias_profile(self, n: int) -> Tensor:
-        """Of the window; the first tokens are no matter of the distance."""
+        """Return the log-bias of the window; the first tokens are left out, as they do not depend on the distance."""
         return super().bias_profile(n).index_fill(1, torch.arange(min(self.window, n), n), float("-inf"))
 
     def log_bias_formulas(self) -> list[LogBias]:
+        """Return a constant log-bias over ``window`` keys for each head."""
         note = f"with the first {self.config.sinks} tokens a query still sees finitely many keys"
         return [LogBias("0", note, keys=self.window)] * self.heads
 
-    def _first(self, region: RotationRegion) -> RotationRegion:
-        """Of a region of far pairs, those of the first tokens."""
+    def _sink_region(self, region: RotationRegion) -> RotationRegion:
+        """Restrict a region of far pairs to keys that are first tokens."""
         sinks = self.config.sinks
 
         def keys(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-            least, most = region.keys(first, last)
-            return least, most.clamp_max(sinks - 1)
+            low, high = region.key_range(first, last)
+            return low, high.clamp_max(sinks - 1)
 
         return RotationRegion(region.q, region.k, lambda i, j: region.covers(i, j) & (j < sinks), keys)
 
 
 @register("lm_infinite")
-class LMInfinite(Forgetful):
-    """LM-Infinite: a Λ-shaped mask and a ceiling of distances.
+class LMInfinite(SinkRope):
+    """LM-Infinite (Han et al. 2023, arXiv 2308.16137): a Λ-shaped mask and a largest distance.
 
-    A key is seen where j < sinks or d < window, at ρ = min(d, ceiling). The paper has window = ceiling = L and 10 to
-    100 first tokens; its drop-in code has 10. Then only first tokens outside the window are moved, all of them to L,
-    one more than any distance in training. Time and memory are O(n·(window + sinks)).
+    A key is seen if j < sinks or d < window, at the relative position ρ = min(d, M), M = ``max_distance``. The paper
+    has window = M = L and 10 to 100 first tokens; its drop-in code has 10. Then ρ differs from d only for first tokens
+    outside the window, which are all at L, one more than any distance in training. Time and memory are
+    O(n·(window + sinks)).
     """
 
     @dataclass(frozen=True)
-    class Config(Longer.Config):
+    class Config(RegionRope.Config):
+        """Options of ``lm_infinite``."""
+
         sinks: int = option(10, "first tokens that every query sees", minimum=0)
         window: int = option(0, "nearest keys that a query sees; 0: L", minimum=0)
-        ceiling: int = option(0, "largest distance; 0: the window", minimum=0)
+        max_distance: int = option(0, "M, largest distance; 0: the window", minimum=0)
 
-    formula = "RoPE at ρ = min(d, ceiling) where d < window or j < sinks, else not seen"
+    formula = "RoPE at ρ = min(d, M) where d < window or j < sinks, else not seen"
     paper = "Han et al. 2023 (arXiv 2308.16137)"
     name = "lm_infinite"
 
     def setup(self) -> None:
+        """Check the options and derive settings from them."""
         super().setup()
-        self.window = self.of_length("window")
-        self.ceiling = self.config.ceiling or self.window
+        self.window = self.resolve_length("window")
+        self.max_distance = self.config.max_distance or self.window
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
-        window, ceiling = self.window, self.ceiling
-        inner = min(window, ceiling)
-        cut = at(ceiling, pos.q), at(0, pos.k)
-        found = [near(pos, inner)]
-        if inner < window:  # in the window, beyond the ceiling
-            found.append(
+        """Return the regions of pairs with their rotary positions."""
+        window, max_distance = self.window, self.max_distance
+        inner = min(window, max_distance)
+        clipped = shared_position(max_distance, pos.q), shared_position(0, pos.k)
+        regions = [near_region(pos, inner)]
+        if inner < window:  # in the window, d > M: ρ = M
+            regions.append(
                 RotationRegion(
-                    *cut,
+                    *clipped,
                     lambda i, j: (i - j >= inner) & (i - j < window),
                     lambda first, last: (first - window, last - inner),
                 )
             )
-        if window < ceiling:  # first tokens outside the window, below the ceiling
-            found.append(
-                self._first(
+        if window < max_distance:  # first tokens outside the window, d < M: ρ = d
+            regions.append(
+                self._sink_region(
                     RotationRegion(
                         pos.q,
                         pos.k,
-                        lambda i, j: (i - j >= window) & (i - j < ceiling),
-                        lambda first, last: (first - ceiling, last - window),
+                        lambda i, j: (i - j >= window) & (i - j < max_distance),
+                        lambda first, last: (first - max_distance, last - window),
                     )
                 )
             )
-        return *found, self._first(far(*cut, max(window, ceiling)))
+        return *regions, self._sink_region(far_region(*clipped, max(window, max_distance)))
 
 
 @register("streaming_llm")
-class StreamingLLM(Forgetful):
-    """StreamingLLM: a cache of the first tokens and the nearest ones, and positions counted inside it.
+class StreamingLLM(SinkRope):
+    """StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): a KV cache of the first and the nearest tokens.
 
-    A query sees itself and the recent - 1 tokens before it, and the first ``sinks``. Its position is its index in this
-    cache, min(i, sinks + recent - 1), so that a nearest key is at ρ = d and first token j at min(i, sinks + recent - 1)
-    - j. One pass over a text gives what decoding with that cache gives. The cache is at most L by default; public
-    code has 4 first tokens. Tokens that fell out are gone: it is no reader of longer texts. With sinks=0 it is window
-    attention, which fails on models that attend to their first tokens. Time and memory are O(n·(recent + sinks)).
+    A query sees itself, the recent - 1 tokens before it, and the first ``sinks`` tokens. Positions count within this
+    cache: a query is at min(i, sinks + recent - 1), so a recent key is at ρ = d and first token j at
+    ρ = min(i, sinks + recent - 1) - j. One pass over a text equals decoding with that cache. By default the cache has
+    L tokens; public code has 4 first tokens. Evicted tokens are lost, so it does not use longer contexts. With sinks=0
+    it is window attention, which fails on models that attend to their first tokens. Time and memory are
+    O(n·(recent + sinks)).
     """
 
     @dataclass(frozen=True)
-    class Config(Longer.Config):
-        sinks: int = option(4, "first tokens that stay in the cache", minimum=0)
-        recent: int = option(0, "nearest keys in it, the query's own included; 0: L less the sinks", minimum=0)
+    class Config(RegionRope.Config):
+        """Options of ``streaming_llm``."""
+
+        sinks: int = option(4, "first tokens that are never evicted", minimum=0)
+        recent: int = option(0, "nearest keys in the cache, the query's own included; 0: L less the sinks", minimum=0)
 
     formula = "RoPE at ρ = d where d < recent, min(i, sinks + recent - 1) - j where j < sinks, else not seen"
     paper = "Xiao et al. 2023 (arXiv 2309.17453)"
     name = "streaming_llm"
 
     def setup(self) -> None:
+        """Check the options and derive settings from them."""
         super().setup()
         sinks = self.config.sinks
-        if not self.config.recent and 0 < self.original <= sinks:
-            raise UserError(f"'streaming_llm': {sinks} sinks leave no room in {self.original} tokens: give recent=N")
-        self.window = self.of_length("recent", lambda length: length - sinks)
+        if not self.config.recent and 0 < self.original_length <= sinks:
+            raise UserError(
+                f"'streaming_llm': {sinks} sinks fill a cache of {self.original_length} tokens: give recent=N"
+            )
+        self.window = self.resolve_length("recent", lambda length: length - sinks)
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
+        """Return the regions of pairs with their rotary positions."""
         last = pos.q.clamp_max(self.config.sinks + self.window - 1)
-        return near(pos, self.window), self._first(far(last, pos.k, self.window))
+        return near_region(pos, self.window), self._sink_region(far_region(last, pos.k, self.window))

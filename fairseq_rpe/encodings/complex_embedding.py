@@ -1,4 +1,4 @@
-"""Complex-valued embeddings: words that turn with their position."""
+"""Complex word embeddings whose phases rotate with the position (Wang et al. 2020)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,28 +6,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.core.tensors import check_embedded
+from fairseq_rpe.core.tensors import check_embedding_input
 from fairseq_rpe.encodings.base import Encoding, register
 
 
 @register("complex")
 class Complex(Encoding):
-    """The embedding of a word as complex numbers, each of which turns at a learned speed of its own.
+    """Complex embedding of words with a learned frequency per element (Wang et al. 2020, arXiv 1912.12333).
 
-    x (C,) is read as C/2 numbers z_c = x_c + i·x_(c + C/2), so that amplitude and phase are what the embedding learns;
-    at position t = 0, 1, 2 … it becomes z_c·exp(i·ω_wc·t). The frequencies ω are (V, C/2), one row for each of V words,
-    or with ``frequencies=dimension`` (C/2,), the same for all words; each starts at 10000^(-2c/C). Phases are float32.
+    The embedding x (C,) of word w is interpreted as C/2 complex numbers z_c = x_c + i·x_(c + C/2), whose amplitude and
+    phase are learned; at position t = 0, 1, 2 … it becomes z_c·exp(i·ω_wc·t). The frequencies ω are (V, C/2), one row
+    for each of V words, or (C/2,) for all words with ``frequencies=dimension``; each starts at 10000^(-2c/C). Phases
+    are float32.
 
-    Adapted: the paper's network is complex-valued throughout, here real and imaginary parts enter an ordinary real one
-    side by side. The authors' code counts positions backwards and drops out phases as well; here they go forward, and
-    dropout acts on the embedding alone.
+    Differences: the paper's network is complex-valued throughout; here real and imaginary parts are concatenated and
+    enter an ordinary real network. The authors' code counts positions backwards and applies dropout to phases as well;
+    here positions count forward, and dropout acts on the embedding only.
     """
 
     @dataclass(frozen=True)
     class Config:
+        """Options of ``complex``."""
+
         frequencies: str = option(
             "word", "word: a row for each word of the dictionary; dimension: one for all", choices=("word", "dimension")
         )
@@ -35,11 +38,12 @@ class Complex(Encoding):
     formula = "z_c·exp(i·ω_wc·t),  z_c = x_c + i·x_(c + C/2) at the input,  ω learned"
     paper = "Wang et al. 2020 (arXiv 1912.12333)"
     sharing_modes = ("model",)
-    bounded_reason = "positions turn the input, and scores of bounded vectors are bounded"
+    bounded_reason = "positions rotate the input, and scores of bounded vectors are bounded"
 
     def setup(self) -> None:
+        """Check the options and create the parameters."""
         if self.width % 2:
-            raise UserError(f"'complex' reads pairs of numbers: the model width must be even, not {self.width}")
+            raise UserError(f"'complex' needs pairs of elements: the model width must be even, not {self.width}")
         self.needs_token_ids = self.config.frequencies == "word"
         c = torch.arange(self.width // 2, dtype=torch.float32)
         start = 10000.0 ** (-2 * c / self.width)
@@ -47,27 +51,33 @@ class Complex(Encoding):
         self.frequencies = nn.Parameter(start.repeat(words, 1) if self.needs_token_ids else start)
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
-        check_embedded(x, pos, self.width)
-        phase = pos.q[..., None] * self._of(pos, x.shape[1]).to(pos.q.dtype)
+        """Rotate the complex embeddings in x (B, n, C) by their phases; same shape."""
+        check_embedding_input(x, pos, self.width)
+        phase = pos.q[..., None] * self._frequencies_of_tokens(pos, x.shape[1]).to(pos.q.dtype)  # (B or 1, n, C/2)
         cos, sin = phase.cos(), phase.sin()
         real, imaginary = x.to(phase.dtype).chunk(2, dim=-1)
         return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1).to(x.dtype)
 
-    def _of(self, pos: Positions, n: int) -> Tensor:
-        """(C/2,) or (B, n, C/2) frequencies of the last n tokens."""
+    def _frequencies_of_tokens(self, pos: Positions, n: int) -> Tensor:
+        """Return the frequencies of the last n tokens, (C/2,) or (B, n, C/2)."""
         if not self.needs_token_ids:
             return self.frequencies
         if pos.tokens is None:
             raise UserError(
-                "'complex' reads the tokens, which are not at hand here: train and evaluate it as a model, give "
+                "'complex' reads the tokens, which are not available here: train and evaluate it as a model, pass "
                 "Positions(..., tokens=ids), or use complex:frequencies=dimension"
             )
         if not len(self.frequencies):
-            raise UserError("'complex' does not know the dictionary: give build(...) its symbols")
+            raise UserError("'complex' does not know the dictionary: pass symbols=… to build(...)")
         return self.frequencies[pos.tokens[:, -n:].clamp_min(0)]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        given, own = state_dict.get(prefix + "frequencies"), self.frequencies
-        if self.needs_token_ids and not len(own) and isinstance(given, Tensor) and given.shape[1:] == own.shape[1:]:
-            self.frequencies = nn.Parameter(torch.zeros_like(given, dtype=own.dtype, device=own.device))
+        loaded, empty = state_dict.get(prefix + "frequencies"), self.frequencies
+        if (
+            self.needs_token_ids
+            and not len(empty)
+            and isinstance(loaded, Tensor)
+            and loaded.shape[1:] == empty.shape[1:]
+        ):
+            self.frequencies = nn.Parameter(torch.zeros_like(loaded, dtype=empty.dtype, device=empty.device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What hooks of an encoding may return: shapes, dtypes and values that attention can use, or the line that is wrong."""
+"""Calls the hooks of a user's encoding and checks shapes, dtypes and values of what they return."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
@@ -12,7 +12,6 @@ from fairseq_rpe.core.bias import (
     KeyTableBias,
     PairBias,
     PointwiseBias,
-    Positions,
     QueryKeyTableBias,
     QueryTableBias,
     RelativeValues,
@@ -20,27 +19,28 @@ from fairseq_rpe.core.bias import (
     ToeplitzBias,
     TokenBias,
 )
-from fairseq_rpe.core.contract import ContractError, call, refuse
+from fairseq_rpe.core.contract import ContractError, call_user_method, raise_contract_error
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
 from fairseq_rpe.encodings.base import DistanceBias, Encoding, PairwiseBias
 
 WIDE = (torch.float32, torch.float64)  # dtypes that positions and biases keep
 Shape = tuple[int, ...]
-_FORMS = ", ".join(one.__name__ for one in get_args(Bias))
+_BIAS_TYPES = ", ".join(bias_type.__name__ for bias_type in get_args(Bias))
 
 
 class Declined(Exception):
-    """The encoding refuses an input by a UserError of its own, which it raises again where it is used so."""
+    """The encoding refuses an input by its own UserError, which users see when they use it that way."""
 
 
-class Hooks:
-    """Calls the hooks of one encoding and checks what they return; H heads of width D, n tokens.
+class HookProbe:
+    """Calls the hooks of one encoding with H heads of width D and n tokens, and checks what they return.
 
     Args:
-        encoding: in evaluation mode.
+        encoding: the encoding, in evaluation mode.
         symbols: size of the dictionary, for encodings that read tokens.
-        device: on which its parameters are.
+        device: device of its parameters.
     """
 
     def __init__(self, encoding: Encoding, symbols: int, device: torch.device) -> None:
@@ -48,33 +48,34 @@ class Hooks:
         self.heads, self.width = encoding.heads, encoding.width
         self.head = self.width // self.heads
         taken = {self.heads, self.head, self.width}
-        # no axis may be mistaken for another
+        # axes have different sizes, so that none can be mistaken for another
         self.tokens = next(n for n in (11, 13, 17, 19) if n not in taken)
         self.distances = 64 if self.heads != 64 else 66
 
     def call(self, method: str, *args: Any, function: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-        """What ``method``, or ``function`` in its place, returns.
+        """Call ``method`` of the encoding, or ``function`` in its place.
 
         Raises:
-            Declined: by a UserError of the encoding's own.
-            ContractError: it fails in another way.
+            Declined: the encoding raises a UserError.
+            ContractError: it raises another error.
         """
         try:
-            return call(self.cls, method, function or getattr(self.encoding, method), *args, **kwargs)
+            return call_user_method(self.cls, method, function or getattr(self.encoding, method), *args, **kwargs)
         except ContractError:
             raise
         except UserError as error:
             raise Declined from error
 
     def has(self, method: str) -> bool:
-        """Whether the encoding has this hook of its own, by its class or set in ``setup``."""
+        """Return whether the encoding defines this hook, in its class or in ``setup``."""
         return method in vars(self.encoding) or self.overrides(Encoding, method)
 
     def overrides(self, family: type, method: str) -> bool:
+        """Return whether the encoding's class overrides ``method`` of ``family``."""
         return getattr(self.cls, method) is not getattr(family, method)
 
     def author(self, method: str) -> str:
-        """The method that a family's ``position_bias`` takes its values from."""
+        """Return the method that the author wrote, from which a family's ``position_bias`` takes its values."""
         if (
             method == "position_bias"
             and isinstance(self.encoding, DistanceBias)
@@ -84,16 +85,17 @@ class Hooks:
         return "bias" if method == "position_bias" and self.cls.position_bias is PairwiseBias.position_bias else method
 
     def refuse(self, method: str, text: str) -> None:
-        refuse(self.cls, method, text)
+        """Raise a ContractError about ``method``."""
+        raise_contract_error(self.cls, method, text)
 
     def returned(self, method: str, value: Any, expected: str) -> None:
-        """Refuse a value of another shape or type."""
-        refuse(self.cls, method, f"returned {_shape_or_type(value)}, expected {expected}")
+        """Refuse a returned value of a wrong shape or type."""
+        raise_contract_error(self.cls, method, f"returned {_shape_or_type(value)}, expected {expected}")
 
     def tensor(
         self, method: str, x: Any, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], finite: bool = True
     ) -> None:
-        """Refuse what is no tensor of one of ``shapes`` and ``dtypes`` on this device, or not finite."""
+        """Refuse what is not a tensor of one of ``shapes`` and ``dtypes`` on this device, or is not finite."""
         if not isinstance(x, Tensor) or tuple(x.shape) not in shapes:
             self.returned(method, x, " or ".join(map(str, dict.fromkeys(shapes))))
         if x.dtype not in dtypes:
@@ -104,17 +106,17 @@ class Hooks:
             self.refuse(method, f"returned {first_nonfinite(x)}, expected finite values")
 
     def log_bias(self, encoding: DistanceBias, d: Tensor) -> None:
-        """Check ``bias``, or ``head_bias`` with ``head_parameters``, of the distances d (R,)."""
+        """Check ``bias``, or ``head_bias`` with ``head_parameters``, at the distances d (R,)."""
         shape = self.heads, len(d)
         if self.overrides(DistanceBias, "bias"):
             name, output = "bias", self.call("bias", d)
         else:
-            name, numbers = "head_bias", self.call("head_parameters", d)
-            if not isinstance(numbers, tuple):
-                self.returned("head_parameters", numbers, "a tuple of tensors")
-            for one in numbers:
-                self.tensor("head_parameters", one, [(self.heads,)], (d.dtype,))
-            output = self.call("head_bias", d, *(x[:, None] for x in numbers))
+            name, parameters = "head_bias", self.call("head_parameters", d)
+            if not isinstance(parameters, tuple):
+                self.returned("head_parameters", parameters, "a tuple of tensors")
+            for parameter in parameters:
+                self.tensor("head_parameters", parameter, [(self.heads,)], (d.dtype,))
+            output = self.call("head_bias", d, *(x[:, None] for x in parameters))
             if isinstance(output, Tensor) and output.shape in ((len(d),), (1, len(d)), (self.heads, 1)):
                 output = output.expand(shape)
         self.tensor(name, output, [shape], (d.dtype,), finite=False)
@@ -125,71 +127,74 @@ class Hooks:
             self.refuse(name, f"returned {value}, expected a finite log-bias")
 
     def prepared_positions(self, pos: Positions) -> Positions:
+        """Return and check ``prepare_positions``."""
         output = self.call("prepare_positions", pos)
         if not isinstance(output, Positions):
             self.returned("prepare_positions", output, "Positions")
         for name in ("q", "k"):
-            own, like = getattr(output, name), getattr(pos, name)
-            if own.shape[1:] != like.shape[1:]:
-                self.returned("prepare_positions", own, f"positions {name} of shape {tuple(like.shape)}")
+            value, like = getattr(output, name), getattr(pos, name)
+            if value.shape[1:] != like.shape[1:]:
+                self.returned("prepare_positions", value, f"positions {name} of shape {tuple(like.shape)}")
         return output
 
     def rotation_positions(self, pos: Positions) -> tuple[list[Tensor], list[Tensor]]:
-        """Positions at which queries and at which keys are rotated: their own, or those of each region."""
+        """Return the positions at which queries and keys are rotated: their own, or those of each region."""
         regions = self.call("rotation_regions", pos)
         if regions is None:
             return [pos.q], [pos.k]
-        if not isinstance(regions, tuple) or not all(isinstance(one, RotationRegion) for one in regions):
-            self.returned("rotation_regions", regions, "a tuple of Region or None")
+        if not isinstance(regions, tuple) or not all(isinstance(region, RotationRegion) for region in regions):
+            self.returned("rotation_regions", regions, "a tuple of RotationRegion or None")
         i, j = pos.q[:, :, None], pos.k[:, None]
         count = torch.zeros((), dtype=torch.int64, device=self.device)
-        for one in regions:
-            for at, like in ((one.q, pos.q), (one.k, pos.k)):
+        for region in regions:
+            for at, like in ((region.q, pos.q), (region.k, pos.k)):
                 self.tensor("rotation_regions", at, [(b, n) for b in (1, len(like)) for n in (1, like.shape[1])], WIDE)
-            count = count + self.call("rotation_regions", i, j, function=one.covers).long()
+            count = count + self.call("rotation_regions", i, j, function=region.covers).long()
         if bool(((count > 1) & (i >= j)).any()):
             self.refuse("rotation_regions", "returned regions that share pairs, expected each pair in at most one")
-        return [one.q for one in regions], [one.k for one in regions]
+        return [region.q for region in regions], [region.k for region in regions]
 
-    def position_bias(self, method: str, form: Any, pos: Positions, rows: int = 0) -> None:
-        """Check the type and the tensors of a bias; ``rows`` of queries and keys, or 0 where positions alone decide."""
+    def position_bias(self, method: str, bias: Any, pos: Positions, rows: int = 0) -> None:
+        """Check type and tensors of a bias; ``rows``: batch size of queries and keys, 0 for a bias of positions."""
         n, m, heads = pos.q.shape[1], pos.k.shape[1], self.heads
         batch = [rows] if rows else [1, len(pos.k)]
 
-        def fits(name: str, x: Any, *shapes: tuple[int | None, ...]) -> None:
-            got = tuple(x.shape) if isinstance(x, Tensor) else ()
-            if not any(len(got) == len(s) and all(b in (None, a) for a, b in zip(got, s, strict=True)) for s in shapes):
+        def check_shape(name: str, x: Any, *shapes: tuple[int | None, ...]) -> None:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else ()
+            if not any(
+                len(shape) == len(s) and all(b in (None, a) for a, b in zip(shape, s, strict=True)) for s in shapes
+            ):
                 words = dict.fromkeys(str(s).replace("None", "any") for s in shapes)
-                kind = f"{type(form).__name__}.{name}"
-                self.refuse(method, f"returned {kind} {_shape_or_type(x)}, expected {' or '.join(words)}")
+                field = f"{type(bias).__name__}.{name}"
+                self.refuse(method, f"returned {field} {_shape_or_type(x)}, expected {' or '.join(words)}")
 
-        if isinstance(form, SumBias):
-            for one in form.forms:
-                self.position_bias(method, one, pos, rows)
-        elif isinstance(form, ToeplitzBias):
-            fits("table", form.table, (heads, None))
-        elif isinstance(form, DenseBias):
-            fits("bias", form.bias, *((b, heads, n, m) for b in batch))
-        elif isinstance(form, PointwiseBias):
-            for one in form.numbers:
-                fits("head_parameters", one, (heads,))
-        elif isinstance(form, TokenBias):
-            fits("query", form.query, *((b, heads, n) for b in batch))
-            fits("key", form.key, *((b, heads, m) for b in batch))
-        elif isinstance(form, QueryTableBias | KeyTableBias | QueryKeyTableBias):
-            if not isinstance(form, KeyTableBias):
-                fits("query", form.query, *((b, heads, n, None) for b in batch))
-            if not isinstance(form, QueryTableBias):
-                fits("key", form.key, *((b, heads, m, None) for b in batch))
-            width = form.key.shape[3] if isinstance(form, KeyTableBias) else form.query.shape[3]
-            # one factor of each distance, in place of one for each element, is enough for a product of all three
-            widths = (width, 1) if isinstance(form, QueryKeyTableBias) else (width,)
-            fits("vectors", form.vectors, *((h, None, w) for h in (1, heads) for w in widths))
-        elif not isinstance(form, PairBias):
-            self.returned(method, form, f"a form ({_FORMS}) or None")
+        if isinstance(bias, SumBias):
+            for term in bias.terms:
+                self.position_bias(method, term, pos, rows)
+        elif isinstance(bias, ToeplitzBias):
+            check_shape("table", bias.table, (heads, None))
+        elif isinstance(bias, DenseBias):
+            check_shape("bias", bias.bias, *((b, heads, n, m) for b in batch))
+        elif isinstance(bias, PointwiseBias):
+            for parameter in bias.parameters:
+                check_shape("parameters", parameter, (heads,))
+        elif isinstance(bias, TokenBias):
+            check_shape("query", bias.query, *((b, heads, n) for b in batch))
+            check_shape("key", bias.key, *((b, heads, m) for b in batch))
+        elif isinstance(bias, QueryTableBias | KeyTableBias | QueryKeyTableBias):
+            if not isinstance(bias, KeyTableBias):
+                check_shape("query", bias.query, *((b, heads, n, None) for b in batch))
+            if not isinstance(bias, QueryTableBias):
+                check_shape("key", bias.key, *((b, heads, m, None) for b in batch))
+            width = bias.key.shape[3] if isinstance(bias, KeyTableBias) else bias.query.shape[3]
+            # a product of query, key and vector also allows one factor per distance in place of D
+            widths = (width, 1) if isinstance(bias, QueryKeyTableBias) else (width,)
+            check_shape("vectors", bias.vectors, *((h, None, w) for h in (1, heads) for w in widths))
+        elif not isinstance(bias, PairBias):
+            self.returned(method, bias, f"a bias ({_BIAS_TYPES}) or None")
 
     def bias(self, method: str, output: Any, pos: Positions, dtypes: Sequence[torch.dtype], rows: int = 0) -> None:
-        """Refuse a bias that is not (B or 1, H, n, m), or no number, or that hides a token from itself."""
+        """Refuse a bias that is not (B or 1, H, n, m), has NaN or inf, or hides a token from itself."""
         n, m = pos.q.shape[1], pos.k.shape[1]
         self.tensor(method, output, [(b, self.heads, n, m) for b in (1, max(rows, len(pos.k)))], dtypes, finite=False)
         hidden = future(n, m, self.device)
@@ -202,8 +207,8 @@ class Hooks:
         if bool(output.diagonal(m - n, -2, -1).isneginf().any()):
             self.refuse(method, "returned -inf for a token and itself, expected a finite log-bias")
 
-    def remapped_weights(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
-        """(B, H, n, m) weights of the scores that ``transform_scores`` makes."""
+    def transformed_weights(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
+        """Return attention weights (B, H, n, m) of the scores that ``transform_scores`` returns."""
         n, m = q.shape[2], k.shape[2]
         hidden = future(n, m, q.device)
         scores = (torch.matmul(q, k.mT) * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
@@ -212,23 +217,24 @@ class Hooks:
         bad = (output.isnan() | (output == torch.inf)) & ~hidden
         if bool(bad.any()):
             value = first_nonfinite(output[bad])
-            self.refuse("transform_scores", f"returned {value} where a key is seen; scores of hidden keys come as -inf")
+            self.refuse("transform_scores", f"returned {value} for a visible key; scores of hidden keys are -inf")
         if bool(output.diagonal(m - n, -2, -1).isneginf().any()):
             self.refuse("transform_scores", "returned -inf for a token and itself, expected a finite score")
         return output.masked_fill(hidden, float("-inf")).softmax(-1)
 
     def relative_values(self, pos: Positions) -> RelativeValues | None:
+        """Return and check ``relative_values``."""
         output = self.call("relative_values", pos)
         if output is None:
             return None
         if not isinstance(output, RelativeValues):
-            self.returned("relative_values", output, "a Reading or None")
+            self.returned("relative_values", output, "RelativeValues or None")
         columns = output.vectors.shape[1] if output.vectors.dim() == 3 else 1
         self.tensor("relative_values", output.vectors, [(h, columns, self.head) for h in (1, self.heads)], WIDE)
         return output
 
     def token_features(self, x: Tensor) -> Tensor | None:
-        """(B, H, n, E) of ``token_features`` for a layer's input x (B, n, C)."""
+        """Return and check ``token_features`` (B, H, n, E) of a layer's input x (B, n, C)."""
         output = self.call("token_features", x)
         if output is None:
             return None
@@ -240,12 +246,12 @@ class Hooks:
 
 
 def future(n: int, m: int, device: torch.device) -> Tensor:
-    """(n, m) bool: the key is after the query, the queries being the last n of m tokens."""
+    """Return (n, m) bool, whether the key is after the query, for queries that are the last n of m tokens."""
     return torch.ones(n, m, dtype=torch.bool, device=device).triu(m - n + 1)
 
 
 def first_nonfinite(x: Tensor) -> float:
-    """The first value that is not finite."""
+    """Return the first value that is not finite."""
     return float(x[~torch.isfinite(x)][0].item())
 
 

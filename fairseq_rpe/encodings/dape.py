@@ -1,4 +1,4 @@
-"""Data-adaptive positional encoding: a small network of all heads' scores and biases adjusts the bias."""
+"""Data-adaptive positional encoding (DAPE): an MLP over the scores and biases of all heads adjusts the bias."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -8,35 +8,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Positions, block
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register, registry
 
-PAIRS = 1 << 12  # whose hidden units are in memory at a time, without gradients on a CPU
+PAIRS = 1 << 12  # pairs whose hidden units are in memory at a time, without gradients on a CPU
 BASES = ("kerple_log", "alibi", "fire", "rope", "nope")
-# options of ``rope`` as they are named here, where ``base`` is the encoding
+# option of this encoding, in which ``base`` is an encoding -> option of ``rope``
 ROTATION = {"rope_base": "base", "rotary_fraction": "rotary_fraction", "interleaved": "interleaved"}
 
 
 @register("dape")
 class Dape(Encoding):
-    """score = s + b + f([s; b]), s = q·k/sqrt(D) and b the bias of ``base``, for each pair over the heads.
+    """DAPE (Zheng et al. 2024, arXiv 2405.14722): score = s + b + f([s; b]) for each pair.
 
-    f is Linear(2H to w), LeakyReLU(0.01), Linear(w to H), one per layer; of ``rope`` and ``nope``, which have no b, it
-    reads s alone. Beyond the training length it does what its base does, but f of a leaky ReLU grows with b and may
-    cancel or add to it. The survey's equation has no b beside f, the public code has. First called CAPE.
+    s (H,) are the scores q·k/sqrt(D) of all heads and b (H,) the biases of the encoding ``base``. f is Linear(2H -> w),
+    LeakyReLU(0.01), Linear(w -> H), one per layer; for ``rope`` and ``nope``, which have no b, it reads s only. Beyond
+    the training length the encoding behaves as its base, but f grows with b and may cancel or amplify it. The survey's
+    equation has no b outside f; the public code has it, and so has this. DAPE was first called CAPE.
     """
 
     @dataclass(frozen=True)
     class Config:
+        """Options of ``dape``."""
+
         base: str = option("kerple_log", "the encoding that is adjusted", choices=BASES)
         width: int = option(32, "w, hidden units", minimum=1, maximum=1 << 12)
         rope_base: float = option(10000.0, "base=rope: b in θ_s = b^(-2s/d)", above=1)
         rotary_fraction: float = option(
-            1.0, "base=rope: part of a head that turns, from its first element", above=0, maximum=1
+            1.0, "base=rope: fraction of a head that is rotated, from its first element", above=0, maximum=1
         )
-        interleaved: bool = option(False, "base=rope: turn pairs (2s, 2s+1) instead of (s, s + d/2)")
+        interleaved: bool = option(False, "base=rope: rotate pairs (2s, 2s+1) instead of (s, s + d/2)")
 
     formula = "s + b + f([s; b]),  s = q·k/√D,  b of its base"
     paper = "Zheng et al. 2024 (arXiv 2405.14722)"
@@ -47,9 +50,11 @@ class Dape(Encoding):
 
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:
+        """Return the options that describe the rotation, with the quantities that they set."""
         return ROTATION if config.base == "rope" else {}
 
     def setup(self) -> None:
+        """Check the options and create the parameters."""
         cfg = self.config
         cls = registry.get(cfg.base)
         rotates = cfg.base == "rope"
@@ -65,29 +70,32 @@ class Dape(Encoding):
 
     @property
     def rotates(self) -> bool:
+        """Whether ``base`` rotates queries and keys."""
         return self.base.rotates
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
+        """Rotate queries, or keys with ``key``, x (B, H, n, D); same shape."""
         return self.base.rotate(x, at, pos, key)
 
     def transform_scores(self, scores: Tensor, q: Tensor, pos: Positions) -> Tensor:
+        """Add the bias of ``base`` and the MLP's output to scores (B, H, n, m)."""
         hidden = torch.isneginf(scores)
-        found = scores = scores.masked_fill(hidden, 0.0)
-        form = self.base.position_bias(pos)
-        if form is not None:
-            bias = block(form, pos).to(scores.dtype).expand_as(scores)
-            scores, found = scores + bias, torch.cat([scores, bias], dim=1)
+        inputs = scores = scores.masked_fill(hidden, 0.0)
+        base_bias = self.base.position_bias(pos)
+        if base_bias is not None:
+            bias = base_bias.materialize(pos).to(scores.dtype).expand_as(scores)
+            scores, inputs = scores + bias, torch.cat([scores, bias], dim=1)  # (B, 2H, n, m)
         first, last = ((x.weight.to(scores.dtype), x.bias.to(scores.dtype)[:, None]) for x in (self.mix, self.out))
-        found = found.flatten(2)
-        if torch.is_grad_enabled() or found.device.type != "cpu":
-            found = torch.matmul(last[0], F.leaky_relu(torch.matmul(first[0], found) + first[1])) + last[1]
+        inputs = inputs.flatten(2)  # (B, H or 2H, n·m)
+        if torch.is_grad_enabled() or inputs.device.type != "cpu":
+            change = torch.matmul(last[0], F.leaky_relu(torch.matmul(first[0], inputs) + first[1])) + last[1]
         else:
-            found = _in_cache(found, first, last)
-        return (scores + found.view_as(scores)).masked_fill(hidden, float("-inf"))
+            change = _apply_blockwise(inputs, first, last)
+        return (scores + change.view_as(scores)).masked_fill(hidden, float("-inf"))
 
 
-def _in_cache(x: Tensor, first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]) -> Tensor:
-    """The network of x (B, C, pairs), for so few pairs at a time that hidden units stay in a processor's cache."""
+def _apply_blockwise(x: Tensor, first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply the MLP to x (B, H or 2H, pairs), in blocks whose hidden units fit into the CPU's cache: (B, H, pairs)."""
     out = x.new_empty(len(x), len(last[0]), x.shape[2])
     for start in range(0, x.shape[2], PAIRS):
         pairs = slice(start, start + PAIRS)

@@ -1,4 +1,4 @@
-"""DeBERTa's disentangled attention: content reads positions and positions read content."""
+"""DeBERTa's disentangled attention: content-to-position and position-to-content terms."""
 
 import math
 from dataclasses import dataclass
@@ -7,29 +7,36 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from fairseq_rpe.core.bias import Bias, KeyTableBias, Positions, QueryTableBias, SumBias
+from fairseq_rpe.core.bias import Bias, KeyTableBias, QueryTableBias, SumBias
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 
 
 @register("deberta")
 class Deberta(Encoding):
-    """score = [q_i·k_j + q_i·K_δ(i,j) + k_j·Q_δ(i,j)]/sqrt(3D), K = P·W_K, Q = P·W_Q.
+    """Disentangled attention (He et al. 2021, arXiv 2006.03654, Eq. 2-4).
 
-    P (2k, C) is shared by all layers, W_K and W_Q are one per layer; δ(i, j) = min(i - j + k, 2k - 1) for the past.
-    The paper's third term has δ(j, i), the public code δ(i, j), which ``p2c`` chooses. With ``buckets`` B > 0, k is
-    B, and distances beyond B/2 share rows logarithmically up to ``max_distance``, as in v2 and v3.
-    All far distances share a row: any length can be read, and nothing decays. What DeBERTa adds before its output
-    layer is for masked language models and is not here.
+    score = [q_i·k_j + q_i·K_δ(i,j) + k_j·Q_δ(i,j)]/sqrt(3D), K = P·W_K, Q = P·W_Q, δ(i, j) = min(i - j + k, 2k - 1) for
+    i >= j. P (2k, C) is shared by all layers; W_K and W_Q (C, C) are one per layer.
+
+    The third term has δ(j, i) in the paper and δ(i, j) in the public code, the default; ``p2c`` selects. With
+    ``buckets`` B > 0, k is B and distances beyond B/2 share rows logarithmically up to ``max_distance``, as in v2 and
+    v3. All larger distances share a row, so any length can be read and the bias does not decay. The absolute positions
+    that DeBERTa adds before its output layer serve masked language models and are left out.
     """
 
     @dataclass(frozen=True)
     class Config:
+        """Options of ``deberta``."""
+
         max_distance: int = option(512, "k without buckets: tokens", minimum=2, maximum=1 << 20)
         buckets: int = option(0, "rows for the past, logarithmic from half of them on; 0: one per distance", minimum=0)
-        c2p: bool = option(True, "whether queries read positions")
-        p2c: str = option("code", "how keys read positions: δ(i, j), δ(j, i) or not", choices=("code", "paper", "none"))
+        c2p: bool = option(True, "content-to-position term q·K")
+        p2c: str = option(
+            "code", "position-to-content term k·Q: with δ(i, j), δ(j, i) or none", choices=("code", "paper", "none")
+        )
 
     formula = "(q_i·k_j + q_i·K_δ(i,j) + k_j·Q_δ(i,j))/√(3D)"
     paper = "He et al. 2021 (arXiv 2006.03654), Eq. 2-4"
@@ -41,6 +48,7 @@ class Deberta(Encoding):
     )
 
     def setup(self) -> None:
+        """Check the options and create the parameters."""
         cfg = self.config
         if cfg.buckets and not 4 <= cfg.buckets < cfg.max_distance:
             raise UserError(f"'deberta': buckets={cfg.buckets} must be 4 to below max_distance={cfg.max_distance}")
@@ -58,14 +66,15 @@ class Deberta(Encoding):
             nn.init.zeros_(self.to_query.bias)
 
     def tie(self, first: Self) -> None:
+        """Share the table P with the first layer."""
         self.table = first.table
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
-        """Queries over sqrt(1 + terms), since q·k shares the scale of the other terms."""
+        """Divide queries by sqrt(1 + terms): q·k has the scale of the other terms."""
         return x if key else x * (1 + self.terms) ** -0.5
 
     def rows(self, device: torch.device, sign: int = 1) -> Tensor:
-        """The row of P for each distance until one is the last for good; ``sign`` -1: of δ(j, i)."""
+        """Return the row (R,) of P for distances 0, 1, … up to the last distinct row; ``sign=-1`` for δ(j, i)."""
         d = torch.arange(self.config.max_distance + 1, device=device)
         if self.config.buckets:
             middle = self.config.buckets // 2
@@ -74,11 +83,12 @@ class Deberta(Encoding):
         return (sign * d + self.span).clamp(0, 2 * self.span - 1)
 
     def vectors(self, project: nn.Linear, sign: int, dtype: torch.dtype) -> Tensor:
-        """(H, R, D) of each distance."""
-        found = project(self.table).to(dtype).unflatten(1, (self.heads, -1)).transpose(0, 1)
-        return found[:, self.rows(found.device, sign)]
+        """Return the projected vectors (H, R, D) of R distances."""
+        vectors = project(self.table).to(dtype).unflatten(1, (self.heads, -1)).transpose(0, 1)  # (H, 2k, D)
+        return vectors[:, self.rows(vectors.device, sign)]
 
-    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Bias:
+    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, features: Tensor | None) -> Bias:
+        """Return the two position terms of queries (B, H, n, D) and keys (B, H, m, D)."""
         width = q.shape[-1]
         terms: list[Bias] = []
         if self.to_key is not None:

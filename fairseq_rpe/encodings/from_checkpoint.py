@@ -1,4 +1,4 @@
-"""Encodings with the parameters that they were trained to; the sizes of those are looked at before any is built."""
+"""Restores trained encodings from a checkpoint, without allocating more memory than its weights justify."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,62 +8,69 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fairseq_rpe.checkpoints.checkpoint import State, same_kind
+from fairseq_rpe.checkpoints.checkpoint import Checkpoint, dtype_mismatch
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.base import Encoding
 
-_MAKERS = {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn}
-_MAKERS |= {torch.zeros}
-_SCRATCH = 2**20  # numbers that an encoding may make beside its parameters
+_FACTORIES = {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn}
+_FACTORIES |= {torch.zeros}
+_SCRATCH = 2**20  # elements that an encoding may allocate besides its parameters
 
 
-def restore(state: State) -> list[Encoding]:
-    """The encodings of a checkpoint of this plugin's, one for the model or one per layer.
+def restore_encodings(state: Checkpoint) -> list[Encoding]:
+    """Restore the encodings of a checkpoint of this plugin.
 
-    Raises UserError: its spec string is wrong, or its weights are not those of that encoding.
+    Args:
+        state: the checkpoint.
+
+    Returns:
+        One encoding for the model or one per layer, in evaluation mode.
+
+    Raises:
+        UserError: the spec is not valid, or the weights do not belong to that encoding.
     """
-    heads, width = (state.size(key) for key in ("decoder_attention_heads", "decoder_embed_dim"))
-    make = partial(build, str(state.model["rpe"]), heads, width, state.train_length())
-    return [_restored(state, make, values) for values in state.encodings or ({},)]
+    heads, width = (state.integer_setting(key) for key in ("decoder_attention_heads", "decoder_embed_dim"))
+    build_encoding = partial(build, str(state.model["rpe"]), heads, width, state.train_length())
+    return [_restore(state, build_encoding, values) for values in state.encoding_weights or ({},)]
 
 
-def _restored(state: State, make: Callable[[], Encoding], values: Mapping[str, Tensor]) -> Encoding:
-    wrong: str | None
-    with _Limit(sum(t.numel() for t in values.values()) + _SCRATCH) as limit:
+def _restore(state: Checkpoint, build_encoding: Callable[[], Encoding], values: Mapping[str, Tensor]) -> Encoding:
+    mismatch: str | None
+    with _SizeLimit(sum(t.numel() for t in values.values()) + _SCRATCH) as limit:
         try:
-            encoding = make()
+            encoding = build_encoding()
         except _TooLarge:
-            wrong = f"more than {limit.most} numbers"
+            mismatch = f"more than {limit.max_elements} elements"
         else:
-            wrong = same_kind(encoding.state_dict(), values)
+            mismatch = dtype_mismatch(encoding.state_dict(), values)
     try:
-        if wrong is None:
+        if mismatch is None:
             encoding.load_state_dict(dict(values))
             return encoding.eval()
     except RuntimeError:
         pass
-    more = f" ({wrong})" if wrong else ""
-    raise UserError(f"{state.path} holds other parameters than '{state.model['rpe']}' has{more}: train it again")
+    details = f" ({mismatch})" if mismatch else ""
+    raise UserError(f"{state.path} has other parameters than '{state.model['rpe']}'{details}: train it again")
 
 
 class _TooLarge(Exception):
-    """A tensor would be larger than it may be."""
+    """A tensor would exceed the size limit."""
 
 
-class _Limit(TorchFunctionMode):
-    """Inside, no tensor of more than ``most`` numbers is made."""
+class _SizeLimit(TorchFunctionMode):
+    """Context in which creating a tensor of more than ``max_elements`` elements raises ``_TooLarge``."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_elements: int) -> None:
         super().__init__()
-        self.most = most
+        self.max_elements = max_elements
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _MAKERS:
+        if func in _FACTORIES:
             shape = {k: v for k, v in kwargs.items() if k not in ("generator", "out", "pin_memory")}
-            if func(*args, **{**shape, "device": "meta"}).numel() > self.most:
+            if func(*args, **{**shape, "device": "meta"}).numel() > self.max_elements:
                 raise _TooLarge
         return func(*args, **kwargs)

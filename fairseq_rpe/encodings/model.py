@@ -1,16 +1,16 @@
-"""The encodings of one model: one that all layers share, or one per layer, and whether trained weights fit them."""
+"""Builds the encodings of a model, one shared by all layers or one per layer, and loads trained weights into them."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from fairseq_rpe.checkpoints.checkpoint import same_kind
+from fairseq_rpe.checkpoints.checkpoint import dtype_mismatch
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.base import Encoding
 
-_LONGEST = 120  # characters of torch's message, which lists every name
+_MAX_MESSAGE = 120  # characters of torch's message, which lists every name
 
 
 def build_for_model(
@@ -29,8 +29,8 @@ def build_for_model(
         heads: attention heads H.
         width: model width C.
         layers: decoder layers.
-        length: training length in tokens, where known.
-        symbols: the dictionary's symbols by id, where known.
+        length: training length in tokens, or None if unknown.
+        symbols: the dictionary's symbols by id, or None if unknown.
         share: "model" for one encoding that all layers share, "layer" for one per layer, "auto" for the default of
             the encoding.
 
@@ -54,20 +54,20 @@ def load_weights(encodings: Sequence[Encoding], weights: Sequence[Mapping[str, T
     """Load trained weights into the encodings of a model, as loading a checkpoint does.
 
     Args:
-        encodings: of the model; their parameters are overwritten.
-        weights: the state dict of each trained encoding, as ``State.encodings`` of a checkpoint holds them.
+        encodings: encodings of the model; their parameters are overwritten.
+        weights: the state dict of each trained encoding, as ``Checkpoint.encoding_weights`` holds them.
 
     Returns:
-        None if all weights fit. Otherwise the first difference, in torch's words: names that are missing or
+        None if all weights fit. Otherwise the first difference as torch reports it: names that are missing or
         unexpected, or other shapes.
     """
     model = nn.ModuleList(encodings)
-    state = {f"{index}.{name}": value for index, one in enumerate(weights) for name, value in one.items()}
-    if wrong := same_kind(model.state_dict(), state):
-        return wrong
+    state = {f"{index}.{name}": value for index, values in enumerate(weights) for name, value in values.items()}
+    if mismatch := dtype_mismatch(model.state_dict(), state):
+        return mismatch
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         first = (str(error).split("\n\t")[1:2] or [str(error)])[0]
-        return textwrap.shorten(first, _LONGEST, placeholder=" …").rstrip(". ")
+        return textwrap.shorten(first, _MAX_MESSAGE, placeholder=" …").rstrip(". ")
     return None

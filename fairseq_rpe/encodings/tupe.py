@@ -1,4 +1,4 @@
-"""TUPE: queries and keys of positions beside those of tokens."""
+"""TUPE: separate queries and keys for positions and for tokens (Ke et al. 2021)."""
 
 import math
 from dataclasses import dataclass
@@ -8,29 +8,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import PairBias, Positions
+from fairseq_rpe.core.bias import PairBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.log_bias import LogBias
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import PairwiseBias, register
-from fairseq_rpe.encodings.t5 import bucket
+from fairseq_rpe.encodings.t5 import relative_position_bucket
 
 
 @register("tupe")
 class Tupe(PairwiseBias):
-    """Positions have queries and keys of their own, apart from the tokens'; refuses positions beyond its table.
+    """TUPE (Ke et al. 2021, arXiv 2006.15595): untied position-to-position term; with ``relative=true`` TUPE-R.
 
-    The score is (x_i W_Q)·(x_j W_K)/sqrt(2D) + (p_i U_Q)·(p_j U_K)/sqrt(2D), with ``relative=true`` plus T5's learned
-    number of the distance's bucket, which is not scaled. p is a table (L, C) and U one linear map (C -> 2C, with bias)
-    for all heads; D is a head's width. The content's further factor 1/sqrt(2) goes to the queries. As in the authors'
-    code a LayerNorm comes before U, which the formula lacks (``norm=false``), and one module serves all layers. It
-    starts at N(0, 0.02). The paper's reset of [CLS] is left out: a causal language model has no such token.
+    score = (x_i W_Q)·(x_j W_K)/sqrt(2D) + (p_i U_Q)·(p_j U_K)/sqrt(2D), with ``relative=true`` plus T5's learned value
+    of the distance's bucket, which is not scaled. p is a table (L, C), and U = (U_Q, U_K) one linear map (C -> 2C, with
+    bias); D is the width of a head. Queries are multiplied by the additional 1/sqrt(2). As in the authors' code, a
+    LayerNorm precedes U, which the paper's formula lacks (``norm=false``), and one module serves all layers. Parameters
+    start at N(0, 0.02). The paper's reset of [CLS] is left out: a causal language model has no such token. Positions
+    beyond the table are refused.
     """
 
     @dataclass(frozen=True)
     class Config:
+        """Options of ``tupe``."""
+
         relative: bool = option(False, "add T5's bias of the distance, by 32 causal buckets up to 128 (TUPE-R)")
-        norm: bool = option(True, "LayerNorm of the positions' vectors, as in the authors' code")
+        norm: bool = option(True, "LayerNorm of position vectors, as in the authors' code")
         max_positions: int = option(0, "rows of the table; 0: the training length", minimum=0, maximum=1 << 24)
 
     formula = "(p_i U_Q)·(p_j U_K) / sqrt(2D) [+ table[bucket(d), h]],  and q·k / sqrt(2D)"
@@ -41,12 +45,13 @@ class Tupe(PairwiseBias):
     buckets, max_distance = 32, 128
 
     def setup(self) -> None:
+        """Check the options and create the parameters."""
         rows = self.config.max_positions or self.length
         if not rows:
             raise UserError("'tupe' needs a table size: give max_positions=N or a training length")
         if self.length and rows < self.length:
             raise UserError(
-                f"'tupe:max_positions={rows}' is shorter than the training length {self.length}: raise it or use 0"
+                f"'tupe:max_positions={rows}' is less than the training length {self.length}: raise it or use 0"
             )
         self.table = nn.Parameter(torch.randn(rows, self.width) * 0.02)
         self.norm = nn.LayerNorm(self.width) if self.config.norm else None
@@ -56,28 +61,29 @@ class Tupe(PairwiseBias):
         self.relative = nn.Parameter(torch.randn(self.buckets, self.heads) * 0.02) if self.config.relative else None
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
+        """Scale queries by 1/sqrt(2); keys are unchanged."""
         return x if key else x * 0.5**0.5
 
     def vectors(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """p (rows, C) of the first positions, after the norm."""
+        """Return the vectors p (rows, C) of the first positions, after the LayerNorm."""
         p = self.table[:rows].to(dtype)
         if self.norm is None:
             return p
         return F.layer_norm(p, (self.width,), self.norm.weight.to(dtype), self.norm.bias.to(dtype), self.norm.eps)
 
     def position_bias(self, pos: Positions) -> PairBias:
-        """Vectors of queries (R, H, E) and keys (R', H or 1, E) of which a pair's bias is the inner product.
+        """Return the bias of pairs as inner products of vectors of queries (R, H, E) and keys (R', H or 1, E).
 
-        Where queries are few, as in decoding, U_K goes to their side: then no key has to be projected.
+        For few queries, as in decoding, U_K is applied to the queries instead, so that no key has to be projected.
         """
-        first, last, most = (int(x) for x in (pos.q.min().clamp_min(0), pos.q.max(), pos.k.max()))
-        if max(last, most) >= len(self.table):
+        first, last, last_key = (int(x) for x in (pos.q.min().clamp_min(0), pos.q.max(), pos.k.max()))
+        if max(last, last_key) >= len(self.table):
             raise UserError(
-                f"position {max(last, most)} is beyond the {len(self.table)} positions that 'tupe' was trained with: "
-                f"evaluate at {len(self.table)} tokens or fewer, or train with an encoding that extrapolates"
+                f"position {max(last, last_key)} is beyond the {len(self.table)} positions that 'tupe' was trained with"
+                f": evaluate at {len(self.table)} tokens or fewer, or train with an encoding that extrapolates"
             )
         dtype, heads = pos.k.dtype, self.heads
-        p = self.vectors(max(last, most) + 1, dtype)
+        p = self.vectors(max(last, last_key) + 1, dtype)
         (w_q, w_k), (b_q, b_k) = (x.to(dtype).chunk(2) for x in (self.project.weight, self.project.bias))
         q = F.linear(p[first : last + 1], w_q, b_q).unflatten(1, (heads, -1)) / math.sqrt(2 * self.width // heads)
         if len(q) * heads < self.width:
@@ -86,24 +92,28 @@ class Tupe(PairwiseBias):
             k = F.pad(p, (0, 1), value=1.0)[:, None]
         else:
             k = F.linear(p, w_k, b_k).unflatten(1, (heads, -1))
-        near = () if self.relative is None else (self.relative.to(dtype),)
-        return PairBias(partial(self._between, first), (q, k, *near))
+        relative = () if self.relative is None else (self.relative.to(dtype),)
+        return PairBias(partial(self._pair_bias, first), (q, k, *relative))
 
-    def _between(self, first: int, i: Tensor, j: Tensor, q: Tensor, k: Tensor, *near: Tensor) -> Tensor:
+    def _pair_bias(self, first: int, i: Tensor, j: Tensor, q: Tensor, k: Tensor, *relative: Tensor) -> Tensor:
+        """Return the bias (B or 1, H, n, m) of positions i, j; ``q`` are the vectors of positions from ``first`` on."""
         queries, keys = q[(i.long() - first).clamp_min(0)], k[j.long().clamp_min(0)]
-        found = torch.matmul(queries.transpose(1, 2), keys.permute(0, 2, 3, 1))
-        if near:
+        bias = torch.matmul(queries.transpose(1, 2), keys.permute(0, 2, 3, 1))
+        if relative:
             d = (i[:, :, None] - j[:, None, :]).clamp_min(0)
-            found = found + near[0][bucket(d, self.buckets, self.max_distance)].permute(0, 3, 1, 2)
-        return found
+            bias = bias + relative[0][relative_position_bucket(d, self.buckets, self.max_distance)].permute(0, 3, 1, 2)
+        return bias
 
     def bias(self, i: Tensor, j: Tensor) -> Tensor:
-        form = self.position_bias(Positions(i, j, contiguous=False))
-        return form.fn(i, j, *form.aux)
+        """Return the log-bias of every pair of positions i (B or 1, n), j (B or 1, m): (B or 1, H, n, m)."""
+        bias = self.position_bias(Positions(i, j, contiguous=False))
+        return bias.fn(i, j, *bias.aux)
 
     def logged_scalars(self) -> dict[str, Tensor]:
+        """Return the last bucket's value of each head."""
         return {} if self.relative is None else {"tupe_last": self.relative[-1]}
 
     def log_bias_formulas(self) -> list[LogBias]:
-        note = "a learned number for each pair of positions is bounded, and there is none beyond its table"
+        """Return a lower bound of the log-bias of each head."""
+        note = "a learned bias of each pair of positions is bounded, and the table is finite"
         return [LogBias("0", note, at_least=True)] * self.heads

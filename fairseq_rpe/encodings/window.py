@@ -1,4 +1,4 @@
-"""Sliding-window bias."""
+"""Sliding-window attention as a bias."""
 
 from dataclasses import dataclass
 
@@ -12,21 +12,25 @@ from fairseq_rpe.encodings.base import DistanceBias, register
 
 @register("window")
 class Window(DistanceBias):
-    """Only the nearest keys are visible; the sum is finite.
+    """Sliding window (Qin et al. 2024, arXiv 2307.10156, Eq. 8): the nearest ``window`` keys are visible.
 
-    Eq. 8 of the paper, 0 where i-j <= w and -inf elsewhere, keeps w+1 keys while its Eq. 7 speaks of j keys;
-    ``window`` is the number of keys kept, so w = window - 1.
+    Σ exp(bias) is finite. Eq. 8, 0 where i-j <= w and -inf elsewhere, has w+1 visible keys, while Eq. 7 has j keys;
+    ``window`` is the number of visible keys, so w = window - 1.
     """
 
     @dataclass(frozen=True)
     class Config:
+        """Options of ``window``."""
+
         window: int = option(512, "number of keys that a query sees, itself included", minimum=1)
 
     formula = "0 where d < window, else -inf"
     paper = "Qin, Zhong, Deng 2024 (arXiv 2307.10156), Eq. 8"
 
     def head_bias(self, d: Tensor) -> Tensor:
+        """Return 0 for d < ``window``, else -inf."""
         return torch.zeros_like(d).masked_fill(d >= self.config.window, float("-inf"))
 
     def log_bias_formulas(self) -> list[LogBias]:
+        """Return a constant log-bias over ``window`` keys for each head."""
         return [LogBias("0", keys=self.config.window)] * self.heads

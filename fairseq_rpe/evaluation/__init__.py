@@ -1,14 +1,14 @@
-"""A trained model on a text: perplexity, sliding windows, answers, receptive fields."""
+"""Evaluation of trained models: perplexity, sliding windows, exact match, question answering, receptive fields."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.utils.files import check_file
+from fairseq_rpe.utils.files import check_output_file
 
 
-class _LogFile(logging.FileHandler):
-    """A log file that is made, with the folders above it, by its first message."""
+class _LazyLogFile(logging.FileHandler):
+    """A log file that is created, with its parent folders, by the first message."""
 
     def _open(self) -> Any:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
@@ -16,14 +16,20 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to(path: Path | None) -> None:
-    """Send fairseq's messages to a file, or nowhere: stdout is for the results.
+    """Send fairseq's log messages to a file, or nowhere, because stdout is for the results.
 
-    To be called before fairseq is imported: then it has messages already, and fairseq_cli, if nobody came before,
-    sends them all to stdout.
+    Call it before fairseq is imported: importing fairseq logs messages already, and fairseq_cli sends all messages to
+    stdout unless logging is configured.
+
+    Args:
+        path: log file; None: messages are dropped.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     if path:
-        check_file("--log", path)
-    handler = _LogFile(path, delay=True) if path else logging.NullHandler()
+        check_output_file("--log", path)
+    handler = _LazyLogFile(path, delay=True) if path else logging.NullHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.captureWarnings(True)

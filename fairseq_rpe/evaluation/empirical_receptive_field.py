@@ -1,4 +1,7 @@
-"""The empirical receptive field of trained checkpoints on a text: how many of the nearest keys hold their attention."""
+"""Empirical receptive field of trained checkpoints: how many of the nearest keys hold their attention on real text.
+
+The measured quantity is n_emp of :mod:`fairseq_rpe.analysis.empirical_receptive_field`, for each layer and head.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -7,84 +10,274 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_rpe.analysis.empirical_receptive_field import check_epsilons, n_emp, quantised, thinned
+from fairseq_rpe.analysis.empirical_receptive_field import check_epsilons, log_spaced, n_emp, quantised_curve
+from fairseq_rpe.attention import AttentionPlan
+from fairseq_rpe.attention.reference import attention_weights
+from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.attention_probe import Field, LayerField, bias_alone
-from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.records import BATCH_TOKENS, Overrides
-from fairseq_rpe.figures.receptive_fields import Mass
+from fairseq_rpe.evaluation.loading import LabelledCheckpoint, load_model, read_stream
+from fairseq_rpe.evaluation.records import BATCH_TOKENS, EvalOverrides
+from fairseq_rpe.figures.receptive_fields import AttentionMass
 from fairseq_rpe.utils.progress import Progress
-from fairseq_rpe.utils.table import Row, Table, csv_text, words
+from fairseq_rpe.utils.table import Table, TableRow, csv_text, text_cell
 
-Found = TypeVar("Found", bound=Field)
-_LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
+MAX_QUERIES = 128  # queries whose attention weights are in memory at a time
+# By default a block has 4 training lengths, and its last quarter is measured.
+_DEFAULT_LENGTHS, _DEFAULT_FRACTION = 4, 4
+
+
+class LayerAttentionMass:
+    """Attention statistics of one layer, summed over rows. Memory is O(H·length·E) for E values of ε.
+
+    Args:
+        length: largest number of keys.
+        epsilons: E values of ε in (0, 1).
+    """
+
+    def __init__(self, length: int, epsilons: Sequence[float]) -> None:
+        check_epsilons(epsilons)
+        self.length, self.epsilons, self.rows = length, epsilons, 0
+        self._mass = self._counts = torch.empty(0)
+
+    def add(self, weights: Tensor) -> None:
+        """Add the attention weights (B, H, n, m) of the last n of m <= length tokens; each row sums to 1."""
+        batch, heads, n, m = weights.shape
+        if not self.rows:
+            self._mass = weights.new_zeros(heads, self.length, dtype=torch.float64)
+            self._counts = weights.new_zeros(len(self.epsilons), heads, self.length + 1, dtype=torch.int64)
+        self.rows += batch * n
+        # Column c of `nearest_first` is c keys before the last query; the first n-1-r columns of row r are its future.
+        nearest_first = weights.flip(-1).double()  # (B, H, n, m)
+        future = torch.arange(n - 1, -1, -1, device=weights.device)
+        # A stride of one row and one column puts a diagonal, the entries (r, d + r), into column d.
+        padded = F.pad(nearest_first.sum(0).flip(1), (0, n))  # (H, n, m + n)
+        self._mass[:, :m] += padded.as_strided((heads, n, m), (n * (m + n), m + n + 1, 1)).sum(1)
+        keys = (n_emp(nearest_first, self.epsilons) - future).transpose(1, 2).flatten(2)  # (E, H, B·n)
+        self._counts.scatter_add_(2, keys, torch.ones_like(keys))
+
+    @property
+    def mass(self) -> Tensor:
+        """(H, length) float64: mean attention weight by distance; sums to 1."""
+        return self._require_rows(self._mass) / self.rows
+
+    @property
+    def mean(self) -> Tensor:
+        """(E, H) float64: mean of n_emp over rows, in keys."""
+        counts = self._require_rows(self._counts)
+        return (counts * torch.arange(self.length + 1, device=counts.device)).sum(-1).double() / self.rows
+
+    @property
+    def median(self) -> Tensor:
+        """(E, H) float64: median of n_emp over rows, in keys; the mean of the two middle values of an even number."""
+        cumulative = self._require_rows(self._counts).cumsum(-1)
+        low, high = ((cumulative <= rank).sum(-1) for rank in ((self.rows - 1) // 2, self.rows // 2))
+        return (low + high).double() / 2
+
+    def _require_rows(self, sums: Tensor) -> Tensor:
+        if not self.rows:
+            raise UserError("no attention was measured: pass at least one block through the model")
+        return sums
+
+
+class AttentionMassProbe:
+    """Context manager that measures the last queries of each block that passes through a decoder.
+
+    It replaces the decoder's attention back end by one that also records the weights, so outputs do not change. A call
+    whose first query is the first token belongs to the next layer.
+
+    Args:
+        decoder: decoder of a ``transformer_rpe_lm`` in evaluation mode.
+        length: tokens of every block.
+        rows: number of queries to measure, the last of each block.
+        epsilons: values of ε in (0, 1).
+    """
+
+    def __init__(self, decoder: Any, length: int, rows: int, epsilons: Sequence[float]) -> None:
+        if not 1 <= rows <= length:
+            raise UserError(f"{rows} rows cannot be measured in blocks of {length} tokens: choose 1 to {length}")
+        self.decoder, self.inner, self.length, self.rows = decoder, decoder.attend, length, rows
+        self.layers: list[Any] = [LayerAttentionMass(length, epsilons) for _ in decoder.layers]
+        self._layer = -1
+
+    def __enter__(self) -> "AttentionMassProbe":
+        self.decoder.attend = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.decoder.attend = self.inner
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
+        """Record and compute attention: q (B, H, n, D), k and v (B, H, m, D) -> (B, H, n, D)."""
+        self.observe(q, k, v, plan)
+        return self.inner(q, k, v, plan, dropout)
+
+    def observe(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
+        """Record the measured queries of one attention call: q (B, H, n, D), k and v (B, H, m, D).
+
+        Raises:
+            UserError: rows are padded, or there are more than ``length`` keys.
+        """
+        if plan.padding is not None:
+            raise UserError("the receptive field is measured in full blocks: leave out rows with padding")
+        before = k.shape[2] - q.shape[2]
+        if before == 0:
+            self._layer = (self._layer + 1) % len(self.layers)
+        if k.shape[2] > self.length:
+            raise UserError(f"a block of {k.shape[2]} tokens is longer than the {self.length} tokens of this probe")
+        for start in range(max(0, self.length - self.rows - before), q.shape[2], MAX_QUERIES):
+            stop = min(start + MAX_QUERIES, q.shape[2])
+            num_keys = before + stop
+            queries, keys, values = q[:, :, start:stop], k[:, :, :num_keys], v[:, :, :num_keys]
+            self.record_rows(self._layer, queries, keys, values, plan.slice_queries(start, stop))
+
+    def record_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
+        """Add a block of queries of one layer, with all keys that they see."""
+        self.layers[layer].add(attention_weights(q, k, plan))
+
+
+Probe = TypeVar("Probe", bound=AttentionMassProbe)
+
+
+@torch.no_grad()
+def measure_bias_only(
+    decoder: Any, length: int, rows: int, epsilons: Sequence[float]
+) -> list[LayerAttentionMass] | None:
+    """Measure what :class:`AttentionMassProbe` would record if all q·k were 0, in the same rows.
+
+    A row that sees m keys then has n(ε) = inf{ j : Σ_(t<j) b_t > (1 - ε)·Σ_(t<m) b_t }, b = exp(bias): the theoretical
+    receptive field of Eq. 22 with its series truncated after m terms.
+
+    Args:
+        decoder: decoder of a ``transformer_rpe_lm`` in evaluation mode.
+        length: tokens of a block.
+        rows: number of queries to measure.
+        epsilons: values of ε in (0, 1).
+
+    Returns:
+        Statistics of each layer, or None if there is no additive bias or scores or positions are transformed.
+    """
+    encodings = [decoder.layer_encoding(layer) for layer in range(len(decoder.layers))]
+    if decoder.position_transforms.active(False) is not None or any(
+        e.is_content_dependent or e.needs_token_ids for e in encodings
+    ):
+        return None
+    parameter = next(decoder.parameters())
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    positions = Positions.arange(length, device=parameter.device, dtype=dtype)
+    probe = AttentionMassProbe(decoder, length, rows, epsilons)
+    for encoding in encodings:
+        if (bias := encoding.position_bias(positions)) is None:
+            return None
+        zeros = torch.zeros(1, encoding.heads, length, 1, device=positions.k.device)
+        probe.observe(zeros, zeros, zeros, AttentionPlan(positions, bias))
+    return probe.layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class FieldRequest(Overrides):
-    """What is measured of each checkpoint: the options of ``fairseq-rpe erf``.
+class ReceptiveFieldRequest(EvalOverrides):
+    """What to measure of each checkpoint: the options of ``fairseq-rpe erf``.
 
-    ``blocks`` of ``length`` tokens, in each the last ``rows`` queries, ``batch_size`` blocks at a time; ``None`` leaves
-    it to :meth:`sized` and to the memory. ``epsilons``: the parts of the attention that may be left out.
+    Attributes:
+        data: binarised data folder.
+        split: name of the split to read.
+        length: tokens of a block; None: see :meth:`resolve_block_size`.
+        blocks: number of blocks.
+        rows: number of measured queries, the last of each block; None: a quarter of the block.
+        epsilons: shares of the attention outside of the field.
+        batch_size: blocks of a batch; None: as many as ``BATCH_TOKENS`` allows.
     """
 
     data: Path
-    subset: str = "test"
+    split: str = "test"
     length: int | None = None
     blocks: int = 64
     rows: int | None = None
     epsilons: Sequence[float] = (0.5, 0.1, 0.01)
     batch_size: int | None = None
 
-    def sized(self, train_length: int) -> tuple[int, int]:
-        """Tokens of a block and queries measured in it.
+    def resolve_block_size(self, train_length: int) -> tuple[int, int]:
+        """Return the tokens of a block and the number of queries measured in it.
 
-        Raises UserError if the data cannot be used, the text does not fill the blocks, or ε is not between 0 and 1.
+        Raises:
+            UserError: the data cannot be used, the text does not fill the blocks, or ε is not between 0 and 1.
         """
         check_epsilons(self.epsilons, "--epsilon")
-        corpus.check_text(self.data, self.subset)
-        total = corpus.count_tokens(self.data, self.subset)
-        length = self.length or min(_LONGER * train_length, total // self.blocks)
+        corpus.check_text_folder(self.data, self.split)
+        total = corpus.count_tokens(self.data, self.split)
+        length = self.length or min(_DEFAULT_LENGTHS * train_length, total // self.blocks)
         if length < 1 or total < self.blocks * length:
             raise UserError(
-                f"{self.data}/{self.subset} has {total} tokens, less than {self.blocks} blocks of {max(length, 1)}: "
+                f"{self.data}/{self.split} has {total} tokens, less than {self.blocks} blocks of {max(length, 1)}: "
                 "use more text, a smaller --length or fewer --blocks"
             )
-        rows = self.rows or max(1, length // _PART)
+        rows = self.rows or max(1, length // _DEFAULT_FRACTION)
         if rows > length:
             raise UserError(f"--rows {rows} is more than a block of {length} tokens: lower it")
         return length, rows
 
 
 @dataclass(frozen=True)
-class Measured(Mass):
-    """The fields of the layers of one checkpoint, and what their biases alone would give."""
+class MeasuredReceptiveField(AttentionMass):
+    """Attention statistics of one checkpoint.
+
+    Attributes:
+        path: checkpoint file.
+        blocks: number of blocks.
+        rows: number of measured queries in each block.
+        layers: statistics of each layer.
+        bias_only: the same with q·k = 0, if all layers have an additive bias.
+    """
 
     path: Path
     blocks: int
     rows: int
-    layers: Sequence[LayerField]
-    biases: Sequence[LayerField] | None
+    layers: Sequence[LayerAttentionMass]
+    bias_only: Sequence[LayerAttentionMass] | None
 
 
-def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> Measured:
-    """The field of one checkpoint over blocks from all over the text, ``length`` and ``rows`` as they were sized."""
-    decoder, found = through(
-        request, subject, length, lambda decoder: Field(decoder, length, rows, request.epsilons), rows
+def measure_receptive_field(
+    request: ReceptiveFieldRequest, checkpoint: LabelledCheckpoint, length: int, rows: int
+) -> MeasuredReceptiveField:
+    """Measure one checkpoint on evenly spaced blocks of the text.
+
+    Args:
+        request: text and ε.
+        checkpoint: the checkpoint.
+        length: tokens of a block.
+        rows: number of measured queries in each block.
+
+    Raises:
+        UserError: the checkpoint cannot be used.
+    """
+    decoder, probe = run_probe(
+        request, checkpoint, length, lambda decoder: AttentionMassProbe(decoder, length, rows, request.epsilons), rows
     )
-    biases = bias_alone(decoder, length, rows, request.epsilons)
-    mass, bias_mass = (torch.stack([one.mass for one in of]).cpu() if of else None for of in (found.layers, biases))
-    here = (subject.path, request.blocks, rows, found.layers, biases)
-    series = None if biases is None else series_weights(decoder, length)
-    return Measured(subject.label, subject.train_length, mass, bias_mass, *here, series=series)
+    bias_only = measure_bias_only(decoder, length, rows, request.epsilons)
+    return MeasuredReceptiveField(
+        checkpoint.label,
+        checkpoint.train_length,
+        _stack_mass(probe.layers),
+        None if bias_only is None else _stack_mass(bias_only),
+        checkpoint.path,
+        request.blocks,
+        rows,
+        probe.layers,
+        bias_only,
+        series=None if bias_only is None else series_weights(decoder, length),
+    )
+
+
+def _stack_mass(layers: Sequence[LayerAttentionMass]) -> Tensor:
+    return torch.stack([layer.mass for layer in layers]).cpu()  # (layers, H, length)
 
 
 @torch.no_grad()
 def series_weights(decoder: Any, length: int) -> Tensor:
-    """exp(bias) of every layer and head by distance, which the theoretical receptive field sums up.
+    """Return exp(bias) of every layer and head by distance, the terms of the theoretical receptive field.
 
     Args:
         decoder: a decoder whose encodings all have a bias.
@@ -93,98 +286,120 @@ def series_weights(decoder: Any, length: int) -> Tensor:
     Returns:
         (layers, heads, length) float64; each head's weights sum to 1.
     """
-    encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
-    # softmax: exp of a large bias does not overflow, and TRF does not depend on the sum
+    encodings = [decoder.layer_encoding(layer) for layer in range(len(decoder.layers))]
+    # softmax: exp of a large bias does not overflow, and the receptive field does not depend on the sum
     return torch.stack([encoding.bias_profile(length).double().softmax(-1) for encoding in encodings]).cpu()
 
 
-def through(
-    request: FieldRequest, subject: Subject, length: int, make: Callable[[Any], Found], rows: int
-) -> tuple[Any, Found]:
-    """The decoder of a checkpoint, and what a probe that is made for it found in the blocks of the text."""
-    model, task = load(subject.path, request, request.data)
-    total = corpus.count_tokens(request.data, request.subset)
-    stream = read_stream(request.data, request.subset, task.source_dictionary, total)
+def run_probe(
+    request: ReceptiveFieldRequest,
+    checkpoint: LabelledCheckpoint,
+    length: int,
+    make_probe: Callable[[Any], Probe],
+    rows: int,
+) -> tuple[Any, Probe]:
+    """Pass evenly spaced blocks of the text through a checkpoint with a probe.
+
+    Args:
+        request: text and number of blocks.
+        checkpoint: the checkpoint.
+        length: tokens of a block.
+        make_probe: makes the probe of a decoder.
+        rows: number of queries that the probe must measure in each block.
+
+    Returns:
+        The decoder, and the probe with its statistics.
+
+    Raises:
+        UserError: the checkpoint cannot be used, or the probe measured another number of rows.
+    """
+    model, task = load_model(checkpoint.path, request, request.data)
+    total = corpus.count_tokens(request.data, request.split)
+    stream = read_stream(request.data, request.split, task.source_dictionary, total)
     starts = torch.arange(request.blocks) * (total // length) // request.blocks * length
-    inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])
+    inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])  # (blocks, length)
     device = next(model.parameters()).device
-    bar = Progress(subject.label, "blocks", request.blocks)
-    with torch.no_grad(), bar, make(model.decoder) as found:
-        for part in inputs.split(request.batch_size or max(1, BATCH_TOKENS // length)):
-            model.decoder(part.to(device), features_only=True)
-            bar.update(len(part))
-    wanted = request.blocks * rows
-    for layer in found.layers:
-        if layer.rows != wanted:
-            raise UserError(f"{subject.path}: {layer.rows} of {wanted} rows were measured: report this")
-    return model.decoder, found
+    bar = Progress(checkpoint.label, "blocks", request.blocks)
+    with torch.no_grad(), bar, make_probe(model.decoder) as probe:
+        for batch in inputs.split(request.batch_size or max(1, BATCH_TOKENS // length)):
+            model.decoder(batch.to(device), features_only=True)
+            bar.update(len(batch))
+    expected = request.blocks * rows
+    for layer in probe.layers:
+        if layer.rows != expected:
+            raise UserError(f"{checkpoint.path}: {layer.rows} of {expected} rows were measured: report this as a bug")
+    return model.decoder, probe
 
 
-def _csv(found: Sequence[Measured], head: Sequence[str], cells: Callable[[Measured, int, int], Iterable[Any]]) -> str:
-    """Rows for each layer (from 0) and head (from 1, as in TensorBoard); ``cells`` gives what follows their names."""
+def _csv(
+    fields: Sequence[MeasuredReceptiveField],
+    head: Sequence[str],
+    cells: Callable[[MeasuredReceptiveField, int, int], Iterable[Any]],
+) -> str:
+    """CSV rows for each layer (from 0) and head (from 1, as in TensorBoard), with the values of ``cells``."""
     rows = (
-        [one.label, one.path, layer, number + 1, *row]
-        for one in found
-        for layer, number in itertools.product(*map(range, one.mass.shape[:2]))
-        for row in cells(one, layer, number)
+        [field.label, field.path, layer, head + 1, *row]
+        for field in fields
+        for layer, head in itertools.product(*map(range, field.mass.shape[:2]))
+        for row in cells(field, layer, head)
     )
     return csv_text(("encoding", "checkpoint", "layer", "head", *head), rows)
 
 
-def fields_csv(found: Sequence[Measured], epsilons: Sequence[float]) -> str:
-    """n_emp of every layer, head and ε: mean and median over rows; of the rows' mean curve; of the bias alone."""
+def n_emp_csv(fields: Sequence[MeasuredReceptiveField], epsilons: Sequence[float]) -> str:
+    """Return n_emp of every layer, head and ε as CSV: mean and median over rows, of the mean curve, of the bias."""
 
-    def cells(one: Measured, layer: int, head: int) -> Iterable[Sequence[object]]:
-        own = one.layers[layer]
-        bias = one.biases[layer].mean[:, head].tolist() if one.biases else [None] * len(epsilons)
-        of_mean = n_emp(one.mass[layer, head], epsilons).tolist()
-        columns = (epsilons, own.mean[:, head].tolist(), own.median[:, head].tolist(), of_mean, bias)
-        return ((*row, own.length, one.rows, one.blocks) for row in zip(*columns, strict=True))
+    def cells(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[object]]:
+        stats = field.layers[layer]
+        bias = field.bias_only[layer].mean[:, head].tolist() if field.bias_only else [None] * len(epsilons)
+        of_mean = n_emp(field.mass[layer, head], epsilons).tolist()
+        columns = (epsilons, stats.mean[:, head].tolist(), stats.median[:, head].tolist(), of_mean, bias)
+        return ((*row, stats.length, field.rows, field.blocks) for row in zip(*columns, strict=True))
 
     names = ("epsilon", "n_emp_mean", "n_emp_median", "n_emp_of_mean", "n_bias_mean", "length", "rows", "blocks")
-    return _csv(found, names, cells)
+    return _csv(fields, names, cells)
 
 
-def curves_csv(found: Sequence[Measured]) -> str:
-    """Attention by distance, and within it (the query and that many keys before it), thinned at long distances."""
+def curves_csv(fields: Sequence[MeasuredReceptiveField]) -> str:
+    """Return attention by distance, and its cumulative sum, as CSV; long distances are log-spaced."""
 
-    def cells(one: Measured, layer: int, head: int) -> Iterable[Sequence[float]]:
-        mass = one.mass[layer, head]
-        shown = thinned(len(mass))
-        return zip(shown, mass[shown].tolist(), mass.cumsum(-1)[shown].tolist(), strict=True)
+    def cells(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[float]]:
+        mass = field.mass[layer, head]
+        distances = log_spaced(len(mass))
+        return zip(distances, mass[distances].tolist(), mass.cumsum(-1)[distances].tolist(), strict=True)
 
-    return _csv(found, ("distance", "mass", "within"), cells)
-
-
-def quantised_csv(found: Sequence[Measured]) -> str:
-    """The paper's quantised curve of every layer and head."""
-
-    def cells(one: Measured, layer: int, head: int) -> Iterable[Sequence[float]]:
-        return torch.stack(quantised(one.mass[layer, head]), dim=1).tolist()
-
-    return _csv(found, ("epsilon", "n_over_length"), cells)
+    return _csv(fields, ("distance", "mass", "within"), cells)
 
 
-def pair_csv(found: Sequence[Measured]) -> str:
-    """The curves of the paper's Figures 5 and 6: for each checkpoint and ε, ERF and TRF over the length of a block."""
+def quantised_csv(fields: Sequence[MeasuredReceptiveField]) -> str:
+    """Return the paper's quantised curve of every layer and head as CSV."""
+
+    def cells(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[float]]:
+        return torch.stack(quantised_curve(field.mass[layer, head]), dim=1).tolist()
+
+    return _csv(fields, ("epsilon", "n_over_length"), cells)
+
+
+def erf_trf_csv(fields: Sequence[MeasuredReceptiveField]) -> str:
+    """Return the curves of the paper's Figures 5 and 6 as CSV: ERF and TRF over the block length, by ε."""
     rows = []
-    for one in found:
-        epsilons, measured = one.quantised_erf()
-        theory = one.quantised_trf()
-        beside = [None] * len(epsilons) if theory is None else theory[1].tolist()
-        points = zip(epsilons.tolist(), measured.tolist(), beside, strict=True)
-        rows += [[one.label, one.path, *point] for point in points]
+    for field in fields:
+        epsilons, measured = field.quantised_erf()
+        theory = field.quantised_trf()
+        theoretical = [None] * len(epsilons) if theory is None else theory[1].tolist()
+        points = zip(epsilons.tolist(), measured.tolist(), theoretical, strict=True)
+        rows += [[field.label, field.path, *point] for point in points]
     return csv_text(("encoding", "checkpoint", "epsilon", "erf_over_length", "trf_over_length"), rows)
 
 
-def table(found: Sequence[Measured], epsilons: Sequence[float]) -> Table:
-    """Encoding and layer × ε: mean of n_emp over rows, then over heads, with the least and the most of a head."""
+def table(fields: Sequence[MeasuredReceptiveField], epsilons: Sequence[float]) -> Table:
+    """Return a table of encoding and layer × ε: mean of n_emp over rows and heads, with least and most of a head."""
     rows = []
-    for one in found:
-        means = {str(number): layer.mean for number, layer in enumerate(one.layers)}
-        if one.biases:
-            means["bias alone"] = torch.cat([layer.mean for layer in one.biases], dim=1)
+    for field in fields:
+        means = {str(number): layer.mean for number, layer in enumerate(field.layers)}  # (E, H) each
+        if field.bias_only:
+            means["bias alone"] = torch.cat([layer.mean for layer in field.bias_only], dim=1)
         for name, mean in means.items():
-            cells = [f"{n.mean():.1f} ({n.min():.1f} to {n.max():.1f})" for n in mean]
-            rows.append(Row(one.label, [words(text) for text in (name, *cells)]))
-    return Table("Nearest keys", ["encoding", "layer", *(f"ε = {e:g}" for e in epsilons)], rows, words=True)
+            cells = [f"{heads.mean():.1f} ({heads.min():.1f} to {heads.max():.1f})" for heads in mean]
+            rows.append(TableRow(field.label, [text_cell(text) for text in (name, *cells)]))
+    return Table("Nearest keys", ["encoding", "layer", *(f"ε = {e:g}" for e in epsilons)], rows, is_text=True)

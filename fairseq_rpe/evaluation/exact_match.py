@@ -1,4 +1,4 @@
-"""Exact answers to an algorithmic task by number of items, and depth, by greedy decoding with the cache."""
+"""Exact-match accuracy on algorithmic tasks, by number of items and depth, by greedy decoding with the KV cache."""
 
 import functools
 import os
@@ -11,111 +11,130 @@ from torch import Tensor
 from fairseq_rpe import algorithms, positions
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import configure, parse
-from fairseq_rpe.decoder.generation import check_fixed, continued
-from fairseq_rpe.evaluation.loading import load
-from fairseq_rpe.evaluation.records import AnswerKey, AnswerRequest, AnswerResult
+from fairseq_rpe.decoder.generation import check_length_independent, greedy_steps
+from fairseq_rpe.evaluation.loading import load_model
+from fairseq_rpe.evaluation.records import ExactMatchKey, ExactMatchRequest, ExactMatchResult
 from fairseq_rpe.positions import registry
-from fairseq_rpe.positions.position_transforms import generator_of
-from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.positions.position_transforms import seeded_generator
+from fairseq_rpe.runs.checkpoints import RpeCheckpoint
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import IDENTITY
-from fairseq_rpe.tasks.algorithmic import AnswerDataset
+from fairseq_rpe.tasks.algorithmic import AlgorithmDataset
 from fairseq_rpe.utils.progress import Progress
 
-# Query-key pairs of the prompts that are answered together, however many are asked for: 256 of 256 tokens. It bounds
-# the memory of attention.
-_PAIRS = 256**3
+# Query-key pairs of the prompts in a batch, whatever its size: 256 prompts of 256 tokens. Bounds the attention memory.
+_MAX_PAIRS = 256**3
 
 
-def algorithm_of(checkpoint: Checkpoint) -> algorithms.Algorithm:
-    """The task that a checkpoint was trained on; one that was trained on text is refused."""
+def checkpoint_algorithm(checkpoint: RpeCheckpoint) -> algorithms.Algorithm:
+    """Return the algorithmic task that a checkpoint was trained on.
+
+    Raises:
+        UserError: it was trained on text.
+    """
     spec = checkpoint.task.get("algorithm")
     if not spec:
-        raise UserError(f"{checkpoint.path} was not trained on an algorithmic task: fairseq-rpe eval is for text")
+        raise UserError(f"{checkpoint.path} was not trained on an algorithmic task: use fairseq-rpe eval for text")
     return algorithms.build(str(spec))
 
 
-def interpolated(spec: str, trained: int, length: int) -> str:
-    """``spec`` with interpolation's automatic ratio made explicit: trained / length, 1 where the length was trained.
+def explicit_ratio(spec: str, train_length: int, length: int) -> str:
+    """Return ``spec`` with an automatic interpolation ratio replaced by its value, min(1, train_length / length).
 
     >>> interpolated("interpolate", 20, 80)
     'interpolate:ratio=0.25'
     """
-    name, given = parse(spec)
-    config = configure(registry.get(name).Config, name, given)
+    name, options = parse(spec)
+    config = configure(registry.get(name).Config, name, options)
     if name != "interpolate" or config.ratio != "auto" or config.train is not None:
         return spec
-    return f"interpolate:ratio={trained / length!r}" if length > trained else IDENTITY
+    return f"interpolate:ratio={train_length / length!r}" if length > train_length else IDENTITY
 
 
-def measuring(
-    request: AnswerRequest, checkpoint: Checkpoint, bar: Progress, wanted: Sequence[AnswerKey]
-) -> Callable[[AnswerKey], AnswerResult]:
-    """Load the model and the examples of a split, to be asked one number of items, and depth, after the other.
+def make_evaluator(
+    request: ExactMatchRequest, checkpoint: RpeCheckpoint, bar: Progress, keys: Sequence[ExactMatchKey]
+) -> Callable[[ExactMatchKey], ExactMatchResult]:
+    """Load the model and the examples of a split.
 
-    ``bar`` is told of the tokens that are written, of all that ``wanted`` asks for.
+    Args:
+        request: what to evaluate.
+        checkpoint: the loaded checkpoint.
+        bar: progress bar; counts generated tokens.
+        keys: the keys that will be evaluated.
 
-    Raises UserError if the checkpoint cannot be used, or a number of items has no example or no positions.
+    Returns:
+        Function that measures one key.
+
+    Raises:
+        UserError: the checkpoint cannot be used, or a number of items has no example or no positions.
     """
     threads = defaults_for(checkpoint.arch, algorithm=True).threads
     if threads and "OMP_NUM_THREADS" not in os.environ:
-        # single tokens of a small model: more threads only wait for each other
+        # decoding single tokens of a small model: more threads would only wait for each other
         torch.set_num_threads(threads)
-    algorithm = algorithm_of(checkpoint)
-    model, task = load(request.checkpoint, request, log=request.log)
-    moves, device = model.decoder.moves, next(model.parameters()).device
-    check_fixed(model)
-    given = str(request.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
+    algorithm = checkpoint_algorithm(checkpoint)
+    model, task = load_model(request.checkpoint, request, log=request.log)
+    moves, device = model.decoder.position_transforms, next(model.parameters()).device
+    check_length_independent(model)
+    requested = str(request.positions_eval or checkpoint.model.get("positions_eval") or moves.train.evaluation)
 
-    def place(length: int, prompts: Tensor | None = None) -> str:
-        """Settle the positions of whole rows of ``length`` items before their first token is read, and name them.
+    def fix_positions(length: int, prompts: Tensor | None = None) -> str:
+        """Fix the positions of prompt and answer of ``length`` items before decoding; return the transform's spec.
 
-        ``prompts`` (B, P): random positions are drawn for each; without, they are only checked.
+        Random positions are sampled for each of ``prompts`` (B, P); without prompts they are only checked.
         """
-        whole, trained = algorithm.tokens(length), task.train_tokens
-        sizes = (algorithm.longest("train"), length) if request.unit == "items" else (trained, whole)
-        spec = interpolated(given, *sizes)
-        transform = positions.build(spec, trained)
+        tokens, train_tokens = algorithm.num_tokens(length), task.train_tokens
+        sizes = (algorithm.max_length("train"), length) if request.ratio_unit == "items" else (train_tokens, tokens)
+        spec = explicit_ratio(requested, *sizes)
+        transform = positions.build(spec, train_tokens)
         if prompts is None or not transform.random:
-            moves.evaluation = positions.freeze(transform, whole, generator_of(given, length))
+            moves.evaluation = positions.freeze(transform, tokens, seeded_generator(requested, length))
         else:
-            own = [generator_of(given, length, prompt) for prompt in prompts.tolist()]
-            moves.evaluation = positions.freeze_rows(transform, [whole] * len(own), own)
+            generators = [seeded_generator(requested, length, prompt) for prompt in prompts.tolist()]
+            moves.evaluation = positions.freeze_rows(transform, [tokens] * len(generators), generators)
         return spec
 
     @functools.cache
-    def asked(key: AnswerKey) -> tuple[AnswerDataset, Tensor]:
-        """The examples of a key among those of a data set."""
+    def select_examples(key: ExactMatchKey) -> tuple[AlgorithmDataset, Tensor]:
+        """Return a dataset and the indices of the key's examples in it."""
         if key.depth is None:
             if request.split not in task.datasets:
                 task.load_dataset(request.split)
             data = task.dataset(request.split)
             return data, torch.from_numpy(data.items == key.length).nonzero().flatten()
-        own = AnswerDataset(list(algorithm.at(key.split, key.length, key.depth)), task.source_dictionary)
-        return own, torch.arange(len(own))
+        examples = list(algorithm.examples_at_depth(key.split, key.length, key.depth))
+        return AlgorithmDataset(examples, task.source_dictionary), torch.arange(len(examples))
 
-    def measure(key: AnswerKey) -> AnswerResult:
+    def evaluate(key: ExactMatchKey) -> ExactMatchResult:
         start = time.monotonic()
-        transform = place(key.length)
-        drawn = positions.build(transform, task.train_tokens).random
-        data, rows = asked(key)
+        transform = fix_positions(key.length)
+        is_random = positions.build(transform, task.train_tokens).random
+        data, rows = select_examples(key)
         right = 0
-        for part in rows.split(min(request.batch_size, max(1, _PAIRS // algorithm.tokens(key.length) ** 2))):
-            prompts, answers = data.prompts(part.tolist())
-            if drawn:
-                place(key.length, prompts)
-            written = continued(model, prompts.to(device), answers.shape[1], functools.partial(bar.update, len(part)))
-            right += int(torch.eq(written.cpu(), answers).all(1).sum())
-        counts = {"examples": len(rows), "right": right, "accuracy": right / len(rows)}
-        took = round(time.monotonic() - start, 3)
-        return AnswerResult(**vars(key), **counts, encoding=checkpoint.encoding, transform=transform, seconds=took)
+        batch_size = min(request.batch_size, max(1, _MAX_PAIRS // algorithm.num_tokens(key.length) ** 2))
+        for batch in rows.split(batch_size):
+            prompts, answers = data.prompts(batch.tolist())  # (B, P), (B, A)
+            if is_random:
+                fix_positions(key.length, prompts)
+            count_tokens = functools.partial(bar.update, len(batch))
+            generated = greedy_steps(model, prompts.to(device), answers.shape[1], count_tokens)  # (B, A)
+            right += int(torch.eq(generated.cpu(), answers).all(1).sum())
+        return ExactMatchResult(
+            **vars(key),
+            examples=len(rows),
+            right=right,
+            accuracy=right / len(rows),
+            encoding=checkpoint.encoding,
+            transform=transform,
+            seconds=round(time.monotonic() - start, 3),
+        )
 
     total = 0
-    for key in wanted:
-        data, rows = asked(key)
+    for key in keys:
+        data, rows = select_examples(key)
         if not len(rows):
             raise UserError(f"the {request.split} split has no example of {key.length} items: leave it out")
-        place(key.length)
+        fix_positions(key.length)
         total += len(rows) * data.prompts(rows[:1].tolist())[1].shape[1]
-    bar.begin(total)
-    return measure
+    bar.start_timing(total)
+    return evaluate

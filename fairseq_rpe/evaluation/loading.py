@@ -1,4 +1,4 @@
-"""Checkpoints as models that can be measured, and the text that they are measured on."""
+"""Loads checkpoints for evaluation, labels them, and reads the text to evaluate them on."""
 
 import contextlib
 import logging
@@ -16,53 +16,72 @@ from fairseq.data import Dictionary
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.checkpoints.checkpoint import check_size
+from fairseq_rpe.checkpoints.checkpoint import check_model_size
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import load_module
-from fairseq_rpe.evaluation.records import Blocks, Overrides
+from fairseq_rpe.evaluation.records import Blocks, EvalOverrides
 from fairseq_rpe.runs import checkpoints
-from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.runs.checkpoints import RpeCheckpoint
 from fairseq_rpe.runs.settings import IDENTITY
 from fairseq_rpe.utils import devices
 
 logger = logging.getLogger(__name__)
-_SETTINGS = ("rpe", "positions_eval", "compute_dtype", "attention_backend")  # of a checkpoint, that may be replaced
+# settings of a checkpoint that an evaluation may replace
+_REPLACEABLE = ("rpe", "positions_eval", "compute_dtype", "attention_backend")
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A checkpoint to measure; no other has its ``label``."""
+class LabelledCheckpoint:
+    """A checkpoint to evaluate.
+
+    Attributes:
+        path: checkpoint file.
+        label: unique label, the encoding and its position transform.
+        train_length: training length in tokens.
+        blocks: document if no token saw another document in training, else stream.
+    """
 
     path: Path
     label: str
     train_length: int
-    blocks: Blocks = "stream"  # of its training; document: no token saw another one
+    blocks: Blocks = "stream"
 
 
-def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None = None) -> tuple[Any, Any]:
-    """A checkpoint's ``transformer_rpe_lm`` in evaluation mode, on its device, and its fairseq task.
+def load_model(
+    path: Path, overrides: EvalOverrides, data: Path | None = None, log: Path | None = None
+) -> tuple[Any, Any]:
+    """Load a checkpoint's model and task.
 
-    ``data`` has the dictionary of a task on text. Raises UserError, which names ``log``, if the checkpoint cannot be
-    used or is older than a setting that is to be replaced.
+    Args:
+        path: checkpoint file.
+        overrides: settings in place of the checkpoint's.
+        data: folder with the dictionary, for a task on text.
+        log: log file, named in error messages.
+
+    Returns:
+        The ``transformer_rpe_lm`` in evaluation mode, on its device, and its fairseq task.
+
+    Raises:
+        UserError: the checkpoint cannot be used, or is older than a setting to replace.
     """
-    if use.rpe_module is not None:
-        load_module(use.rpe_module)
-    wanted = {key: value for key in _SETTINGS if (value := getattr(use, key.removesuffix("_eval")))}
-    changed = wanted if data is None else {"data": str(data), **wanted}
-    with one_line(f"{path} cannot be used with {data}" if data else f"{path} cannot be used", log):
-        models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], changed)
-    for key, value in wanted.items():
-        # an encoding has been completed with the checkpoint's rotation
+    if overrides.rpe_module is not None:
+        load_module(overrides.rpe_module)
+    replaced = {key: value for key in _REPLACEABLE if (value := getattr(overrides, key))}
+    model_overrides = replaced if data is None else {"data": str(data), **replaced}
+    with one_line_errors(f"{path} cannot be used with {data}" if data else f"{path} cannot be used", log):
+        models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], model_overrides)
+    for key, value in replaced.items():
+        # rpe may differ: loading completes it with the checkpoint's rotation
         if getattr(cfg.model, key, None) != value and (key != "rpe" or getattr(cfg.model, key, None) is None):
-            flag = "--" + key.removesuffix("_eval").replace("_", "-")
+            flag = "--" + key.replace("_", "-")
             raise UserError(f"{path} is older than {flag}: leave the flag out or train it again")
-    return models[0].eval().to(devices.chosen(use.device)), task
+    return models[0].eval().to(devices.resolve_device(overrides.device)), task
 
 
 @contextlib.contextmanager
-def one_line(what: str, log: Path | None) -> Iterator[None]:
-    """Failures inside become a message that says ``what`` failed and names ``log``, where the traceback is."""
+def one_line_errors(what: str, log: Path | None) -> Iterator[None]:
+    """Turn exceptions into a one-line UserError that says what failed and names ``log``, which has the traceback."""
     try:
         yield
     except UserError:
@@ -73,55 +92,72 @@ def one_line(what: str, log: Path | None) -> Iterator[None]:
         raise UserError(f"{what}: {type(error).__name__}: {error}{more}") from error
 
 
-def find_subjects(paths: Sequence[Path], rpe_module: Path | None = None) -> list[Subject]:
-    """Look at checkpoints, without loading more than their encodings, and label each by that.
+def label_checkpoints(paths: Sequence[Path], rpe_module: Path | None = None) -> list[LabelledCheckpoint]:
+    """Label checkpoints by their encodings, without loading whole models.
 
-    ``rpe_module``: Python file with encodings of the user's own. Raises UserError if one
-    is missing, damaged, named twice, not of this plugin or no plain language model.
+    Args:
+        paths: checkpoint files.
+        rpe_module: Python file that registers further encodings.
+
+    Returns:
+        The checkpoints in order; equal labels get a number.
+
+    Raises:
+        UserError: a checkpoint is missing, damaged, named twice, not of this plugin or not a plain language model.
     """
     if rpe_module is not None:
         load_module(rpe_module)
-    found = []
+    labelled = []
     for path in paths:
         checkpoint = checkpoints.load(path)
-        check_plain(checkpoint)
-        checkpoint.learned()
-        moved = checkpoint.model.get("positions_train") or IDENTITY
-        label = checkpoint.encoding if moved == IDENTITY else f"{checkpoint.encoding} + {moved}"
-        within = separates_documents(checkpoint)
-        blocks = "document" if within else blocks_of(checkpoint)
-        found.append(Subject(path, label, checkpoint.train_length() or 0, blocks))
+        check_language_model(checkpoint)
+        checkpoint.load_encodings()
+        transform = checkpoint.model.get("positions_train") or IDENTITY
+        label = checkpoint.encoding if transform == IDENTITY else f"{checkpoint.encoding} + {transform}"
+        blocks = "document" if separates_documents(checkpoint) else training_blocks(checkpoint)
+        labelled.append(LabelledCheckpoint(path, label, checkpoint.train_length() or 0, blocks))
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("a checkpoint is named twice: leave one out")
-    labels = [subject.label for subject in found]
+    labels = [checkpoint.label for checkpoint in labelled]
     return [
-        replace(s, label=f"{s.label} [{n}]") if labels.count(s.label) > 1 else s for n, s in enumerate(found, start=1)
+        replace(c, label=f"{c.label} [{n}]") if labels.count(c.label) > 1 else c
+        for n, c in enumerate(labelled, start=1)
     ]
 
 
-def check_plain(checkpoint: Checkpoint, otherwise: str = "") -> None:
-    """Refuse one that is not this plugin's, or not a plain language model; ``otherwise``: the caller's own remedy."""
+def check_language_model(checkpoint: RpeCheckpoint, remedy: str = "") -> None:
+    """Check that a checkpoint is a plain language model of this plugin.
+
+    Args:
+        checkpoint: a loaded checkpoint.
+        remedy: the caller's own remedy, appended to the error message.
+
+    Raises:
+        UserError: it was trained on an algorithmic task, by another model or with flags that are not supported.
+    """
     path, task = checkpoint.path, checkpoint.task
     if task.get("algorithm"):
         raise UserError(f"{path} was trained on an algorithmic task: this command is for text")
-    checkpoint.require_ours(otherwise)
-    check_size(checkpoint)
-    odd = [k for k in ("self_target", "past_target", "future_target", "add_bos_token") if task.get(k)]
+    checkpoint.require_rpe_model(remedy)
+    check_model_size(checkpoint)
+    unsupported = [k for k in ("self_target", "past_target", "future_target", "add_bos_token") if task.get(k)]
     size = task.get("output_dictionary_size")
-    odd += ["output_dictionary_size"] if isinstance(size, int) and size >= 0 else []
-    if odd:
-        flag = "--" + odd[0].replace("_", "-")
-        raise UserError(f"{path} was trained with {flag}, which this command does not do: train without it{otherwise}")
+    unsupported += ["output_dictionary_size"] if isinstance(size, int) and size >= 0 else []
+    if unsupported:
+        flag = "--" + unsupported[0].replace("_", "-")
+        raise UserError(
+            f"{path} was trained with {flag}, which this command does not support: train without it{remedy}"
+        )
 
 
-def blocks_of(checkpoint: Checkpoint) -> Blocks:
-    """Whether a checkpoint was trained on blocks that run across documents, or lie within one.
+def training_blocks(checkpoint: RpeCheckpoint) -> Blocks:
+    """Return how the training text was split into blocks.
 
     Args:
-        checkpoint: of any task; only training on text has a choice.
+        checkpoint: checkpoint of any task; only training on text has a choice.
 
     Returns:
-        stream or document.
+        stream if blocks run across documents, document if each block is within one.
 
     Raises:
         UserError: its settings name neither.
@@ -135,30 +171,43 @@ def blocks_of(checkpoint: Checkpoint) -> Blocks:
             raise UserError(f"checkpoint {checkpoint.path} is refused: its setting blocks is {other!r}; train again")
 
 
-def separates_documents(checkpoint: Checkpoint) -> bool:
-    """Whether documents in one row were separate in a checkpoint's training.
+def separates_documents(checkpoint: RpeCheckpoint) -> bool:
+    """Return whether documents in one row were separate in training.
 
     Args:
-        checkpoint: of any task; only training on text has a choice.
+        checkpoint: checkpoint of any task; only training on text has a choice.
 
     Returns:
-        True where each token saw its own document alone, in blocks of a stream.
+        True if each token saw only its own document, in blocks of a stream.
 
     Raises:
-        UserError: its settings say neither.
+        UserError: the setting is not a boolean.
     """
-    found = checkpoint.task.get("separate_documents", False)
-    if not isinstance(found, bool):
+    separate = checkpoint.task.get("separate_documents", False)
+    if not isinstance(separate, bool):
         raise UserError(
-            f"checkpoint {checkpoint.path} is refused: its setting separate_documents is {found!r}; train again"
+            f"checkpoint {checkpoint.path} is refused: its setting separate_documents is {separate!r}; train again"
         )
-    return found
+    return separate
 
 
-def read_stream(data: Path, subset: str, dictionary: Dictionary, tokens: int) -> Tensor:
-    """(tokens + 1,) int64: fairseq's first input, the end-of-sentence symbol, then the split's first tokens."""
-    ids, _ = corpus.read_split(data, subset)
+def read_stream(data: Path, split: str, dictionary: Dictionary, tokens: int) -> Tensor:
+    """Read the first tokens of a split, after fairseq's first input, the end-of-sentence symbol.
+
+    Args:
+        data: binarised data folder.
+        split: name of the split.
+        dictionary: dictionary of the model.
+        tokens: number of tokens to read.
+
+    Returns:
+        (tokens + 1,) int64.
+
+    Raises:
+        UserError: the text has padding or symbols that the dictionary lacks.
+    """
+    ids, _ = corpus.read_split(data, split)
     stream = F.pad(torch.from_numpy(ids[:tokens].astype("i8")), (1, 0), value=dictionary.eos())
     if stream.eq(dictionary.pad()).any() or int(stream.max()) >= len(dictionary):
-        raise UserError(f"{data}/{subset} holds padding or numbers beyond its dictionary: binarise it again")
+        raise UserError(f"{data}/{split} has padding or symbols outside of its dictionary: binarise it again")
     return stream

@@ -1,7 +1,7 @@
-"""The search for LongRoPE's factors: candidates evolve, judged by the perplexity of a trained model on longer text.
+"""Evolutionary search for LongRoPE's factors by the perplexity of a trained model on longer text.
 
 Ding et al. 2024 (arXiv 2402.13753). Sizes, rates and the range of factors are those of the authors' code, from 1 to
-1 + s for s times the trained length (the paper: 1.25·s); start tokens are the paper's, which that code leaves out.
+1 + s for s times the trained length (the paper: 1.25·s); start tokens are the paper's, and are absent from that code.
 """
 
 import itertools
@@ -20,31 +20,42 @@ from fairseq_rpe.core.spec import canonical
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.base import registry
-from fairseq_rpe.encodings.longrope import SEEDS, LongRope, seed_factors
+from fairseq_rpe.encodings.longrope import SEED_SCALINGS, LongRope, seed_factors
 from fairseq_rpe.encodings.rope import Rope
-from fairseq_rpe.evaluation.loading import check_plain, load, one_line, read_stream
-from fairseq_rpe.evaluation.loss_aggregation import MOST_BITS, defined, too_large
-from fairseq_rpe.evaluation.perplexity import by_position
-from fairseq_rpe.evaluation.records import BATCH_TOKENS, Overrides, Result, read
+from fairseq_rpe.evaluation.loading import check_language_model, load_model, one_line_errors, read_stream
+from fairseq_rpe.evaluation.loss_aggregation import MAX_BITS, check_finite, too_large_error
+from fairseq_rpe.evaluation.perplexity import losses_by_position
+from fairseq_rpe.evaluation.records import BATCH_TOKENS, EvalOverrides, Result, read_results
 from fairseq_rpe.runs import checkpoints
-from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.runs.checkpoints import RpeCheckpoint
 from fairseq_rpe.utils import files
 from fairseq_rpe.utils.progress import Progress
-from fairseq_rpe.utils.records import Count, Loss, Perplexity, filled
+from fairseq_rpe.utils.records import Count, Loss, Perplexity, from_attributes
 
 STEP = 100  # factors are whole hundredths
 STARTS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
-CHANGED, CROSSED, TRIES = 0.3, 0.3, 20  # of each factor, from the second parent, to find a candidate that is new
-SMALLEST = 4
+MUTATION_RATE, CROSSOVER_RATE = 0.3, 0.3  # probabilities for each factor
+MAX_TRIES = 20  # attempts to make a candidate that is new
+MIN_POPULATION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateKey:
-    """What a loss is of; ``checkpoint`` and ``data`` are digests, ``rpe`` the candidate, ``samples`` blocks of text."""
+    """Key of the loss of one candidate.
+
+    Attributes:
+        checkpoint: digest of the checkpoint.
+        data: digest of the corpus.
+        split: name of the scored split.
+        rpe: spec of the candidate.
+        compute_dtype: dtype in place of the checkpoint's.
+        tokens: tokens of a block.
+        samples: number of blocks.
+    """
 
     checkpoint: str
     data: str
-    subset: str
+    split: str
     rpe: str
     compute_dtype: str | None = None
     tokens: Count
@@ -53,25 +64,40 @@ class CandidateKey:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateResult(CandidateKey, Result):
-    """The perplexity per token, and its logarithm in bits, over ``samples`` blocks of ``tokens``."""
+    """Perplexity of one candidate.
 
-    of = CandidateKey
+    Attributes:
+        loss_base2: mean loss in bits per token.
+        ppl: 2 ** ``loss_base2``.
+    """
+
+    key_type = CandidateKey
     loss_base2: Loss
     ppl: Perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchRequest(Overrides):
-    """What is searched: the options of ``fairseq-rpe longrope-search``.
+class SearchRequest(EvalOverrides):
+    """A search: the options of ``fairseq-rpe longrope-search``.
 
-    ``tokens``: the length to read; ``samples`` blocks of it, the first of ``subset``, judge a candidate; ``attention``:
-    the option of ``longrope`` that all candidates have; ``out``: what is measured, kept for a rerun.
+    Attributes:
+        checkpoint: checkpoint with plain ``rope``.
+        data: binarised data folder.
+        tokens: target length in tokens.
+        split: name of the split to score.
+        samples: number of blocks of ``tokens``, the first of the split, that score a candidate.
+        population: candidates of a generation.
+        iterations: number of generations after the first.
+        seed: seed of the search.
+        attention: the option ``attention`` of ``longrope`` for all candidates.
+        out: JSON-lines file of the measured losses, reused by a rerun.
+        log: log file, named in error messages.
     """
 
     checkpoint: Path
     data: Path
     tokens: int
-    subset: str = "valid"
+    split: str = "valid"
     samples: int = 5
     population: int = 64
     iterations: int = 40
@@ -82,200 +108,233 @@ class SearchRequest(Overrides):
 
 
 class Candidate(NamedTuple):
-    """Factors in hundredths, one for each pair, and how many start tokens keep their own angle."""
+    """Factors in hundredths, one for each rotary pair, and the number of start tokens that keep their angles."""
 
     factors: tuple[int, ...]
     start: int
 
 
-Judge = Callable[[Candidate], float]
+LossFunction = Callable[[Candidate], float]
 
 
 @dataclass(frozen=True)
-class Space:
-    """Candidates for reading ``scale`` times the trained length: factors from 1 to 1 + scale that never shrink."""
+class SearchSpace:
+    """Candidates for ``scale`` times the training length: non-decreasing factors from 1 to 1 + scale.
+
+    Attributes:
+        scale: target length / training length.
+        starts: candidate numbers of start tokens.
+    """
 
     scale: float
     starts: tuple[int, ...] = STARTS
 
     @property
-    def top(self) -> int:
+    def max_factor(self) -> int:
+        """Largest factor in hundredths."""
         return round(STEP * (1 + self.scale))
 
-    def rounded(self, factors: tuple[float, ...]) -> Candidate:
-        return Candidate(tuple(min(max(round(STEP * x), STEP), self.top) for x in factors), 0)
+    def round_factors(self, factors: tuple[float, ...]) -> Candidate:
+        """Return a candidate with the nearest factors in hundredths and no start tokens."""
+        return Candidate(tuple(min(max(round(STEP * x), STEP), self.max_factor) for x in factors), 0)
 
-    def mutated(self, one: Candidate, draw: random.Random) -> Candidate:
-        """Some factors drawn anew between their neighbours, which therefore never shrink; perhaps another start."""
-        found = [STEP, *one.factors, self.top]
-        for s in draw.sample(range(1, len(found) - 1), len(one.factors)):
-            if draw.random() < CHANGED:
-                found[s] = draw.randint(found[s - 1], found[s + 1])
-        start = draw.choice(self.starts) if draw.random() < CHANGED else one.start
-        return Candidate(tuple(found[1:-1]), start)
+    def mutate(self, parent: Candidate, rng: random.Random) -> Candidate:
+        """Return a copy with random factors, each between its neighbours, and perhaps another start."""
+        factors = [STEP, *parent.factors, self.max_factor]
+        for i in rng.sample(range(1, len(factors) - 1), len(parent.factors)):
+            if rng.random() < MUTATION_RATE:
+                factors[i] = rng.randint(factors[i - 1], factors[i + 1])
+        start = rng.choice(self.starts) if rng.random() < MUTATION_RATE else parent.start
+        return Candidate(tuple(factors[1:-1]), start)
 
-    def crossed(self, one: Candidate, other: Candidate, draw: random.Random) -> Candidate:
-        """Some factors and perhaps the start of another; what would shrink is raised to the factor before it."""
-        mixed = (b if draw.random() < CROSSED else a for a, b in zip(one.factors, other.factors, strict=True))
-        return Candidate(tuple(itertools.accumulate(mixed, max)), draw.choice((one.start, other.start)))
+    def crossover(self, first: Candidate, second: Candidate, rng: random.Random) -> Candidate:
+        """Return a mixture of two candidates; a factor below the one before it is raised to that one."""
+        mixed = (b if rng.random() < CROSSOVER_RATE else a for a, b in zip(first.factors, second.factors, strict=True))
+        return Candidate(tuple(itertools.accumulate(mixed, max)), rng.choice((first.start, second.start)))
 
 
 def evolve(
-    space: Space, seeds: list[Candidate], population: int, iterations: int, seed: int, judge: Judge
+    space: SearchSpace, seeds: list[Candidate], population: int, iterations: int, seed: int, loss_function: LossFunction
 ) -> Iterator[tuple[int, Candidate]]:
-    """The best candidate so far after each iteration, 0 for the first population; ``judge``: the less the better.
+    """Minimise the loss over candidates.
 
-    A quarter of a population are mutations and a quarter crossings of the better half, which stays. What comes out
-    follows from ``seed`` and what ``judge`` says, whichever candidates were known to it before.
+    The better half of a population survives; a quarter are its mutations and a quarter its crossovers. The outcome
+    depends only on ``seed`` and the losses.
+
+    Args:
+        space: space of candidates.
+        seeds: first candidates.
+        population: candidates of a generation.
+        iterations: number of generations after the first.
+        seed: seed of the random choices.
+        loss_function: loss of a candidate.
+
+    Yields:
+        The iteration, from 0, and the best candidate so far.
     """
-    draw = random.Random(seed)
-    seen, people = set(seeds), list(dict.fromkeys(seeds))
+    rng = random.Random(seed)
+    seen, candidates = set(seeds), list(dict.fromkeys(seeds))
 
-    def mutant(parents: list[Candidate]) -> Candidate:
-        return space.mutated(draw.choice(parents), draw)
+    def mutate(parents: list[Candidate]) -> Candidate:
+        return space.mutate(rng.choice(parents), rng)
 
-    def crossing(parents: list[Candidate]) -> Candidate:
-        return space.crossed(*draw.sample(parents, 2), draw)
+    def cross(parents: list[Candidate]) -> Candidate:
+        first, second = rng.sample(parents, 2)
+        return space.crossover(first, second, rng)
 
-    def fresh(
+    def make_new(
         make: Callable[[list[Candidate]], Candidate], parents: list[Candidate], count: int
     ) -> Iterator[Candidate]:
         for _ in range(count):
-            found = next((one for one in (make(parents) for _ in range(TRIES)) if one not in seen), None)
-            if found is not None:
-                seen.add(found)
-                yield found
+            attempts = (make(parents) for _ in range(MAX_TRIES))
+            candidate = next((attempt for attempt in attempts if attempt not in seen), None)
+            if candidate is not None:
+                seen.add(candidate)
+                yield candidate
 
-    people += fresh(mutant, seeds, population - len(people))
+    candidates += make_new(mutate, seeds, population - len(candidates))
     for iteration in range(iterations + 1):
-        people = sorted(people, key=lambda one: (judge(one), one))
-        yield iteration, people[0]
-        parents = people[: max(2, population // 2)]
-        people = [*parents, *fresh(mutant, parents, population // 4)]
-        people += fresh(crossing, parents, population // 4)
+        candidates = sorted(candidates, key=lambda candidate: (loss_function(candidate), candidate))
+        yield iteration, candidates[0]
+        parents = candidates[: max(2, population // 2)]
+        candidates = [*parents, *make_new(mutate, parents, population // 4)]
+        candidates += make_new(cross, parents, population // 4)
 
 
-def search(request: SearchRequest) -> Iterator[str]:
-    """Lines on how far it is; the last is the spec of the best candidate.
+def search_factors(request: SearchRequest) -> Iterator[str]:
+    """Search the factors for a checkpoint.
 
-    Raises UserError: the checkpoint is not of plain ``rope``, was trained on ``tokens`` or more, or the text is short.
+    Yields:
+        Lines on the progress; the last line is the spec of the best candidate.
+
+    Raises:
+        UserError: the checkpoint does not have plain ``rope``, was trained on ``tokens`` or more, or the text is too
+            short.
     """
-    like, length = _checked(request)
-    scale, own = request.tokens / length, like.config
-    space = Space(scale, tuple(n for n in STARTS if n <= length))
+    rope, length = _checked(request)
+    scale = request.tokens / length
+    space = SearchSpace(scale, tuple(n for n in STARTS if n <= length))
 
-    def spec(one: Candidate) -> str:
-        factors = "+".join(f"{x / STEP:g}" for x in one.factors)
+    def candidate_spec(candidate: Candidate) -> str:
+        factors = "+".join(f"{x / STEP:g}" for x in candidate.factors)
         config = LongRope.Config(
             factors=factors,
             factor=scale,
-            start_tokens=one.start,
+            start_tokens=candidate.start,
             attention=request.attention,
             original_length=length,
-            base=own.base,
-            rotary_fraction=own.rotary_fraction,
-            interleaved=own.interleaved,
+            base=rope.config.base,
+            rotary_fraction=rope.config.rotary_fraction,
+            interleaved=rope.config.interleaved,
         )
         return canonical("longrope", config)
 
-    seeds = {name: space.rounded(seed_factors(name, scale, like)) for name in SEEDS}
-    measured = _Measured(request, length)
-    # judged more than once, measured once
-    rounds = evolve(
-        space, list(seeds.values()), request.population, request.iterations, request.seed, lambda c: measured(spec(c))
+    seeds = {name: space.round_factors(seed_factors(name, scale, rope)) for name in SEED_SCALINGS}
+    losses = _CachedLosses(request, length)
+
+    def loss_function(candidate: Candidate) -> float:
+        return losses(candidate_spec(candidate))
+
+    generations = evolve(
+        space, list(seeds.values()), request.population, request.iterations, request.seed, loss_function
     )
     with Progress("longrope-search", "candidates", ends=True) as bar:
-        measured.tick = bar.update
-        for name, one in seeds.items():
-            yield f"{name}: perplexity {2 ** measured(spec(one)):.4f}"
-        for iteration, best in rounds:
-            said = f"iteration {iteration} of {request.iterations}: perplexity {2 ** measured(spec(best)):.4f}"
-            yield f"{said}, {len(measured.asked)} candidates"
+        losses.on_candidate = bar.update
+        for name, candidate in seeds.items():
+            yield f"{name}: perplexity {2 ** loss_function(candidate):.4f}"
+        for iteration, best in generations:
+            progress = f"iteration {iteration} of {request.iterations}: perplexity {2 ** loss_function(best):.4f}"
+            yield f"{progress}, {len(losses.requested)} candidates"
             if iteration == request.iterations:
                 break
-    yield spec(best)
+    yield candidate_spec(best)
 
 
 def _checked(request: SearchRequest) -> tuple[Rope, int]:
-    """The encoding of the checkpoint and the length that it was trained on."""
-    if request.population < SMALLEST:
-        raise UserError(f"--population {request.population} is too few to choose from: give at least {SMALLEST}")
-    checkpoint_file.check(request.checkpoint)
+    """Check the request; return the checkpoint's encoding and its training length."""
+    if request.population < MIN_POPULATION:
+        raise UserError(f"--population {request.population} is too small to select from: use at least {MIN_POPULATION}")
+    checkpoint_file.check_file(request.checkpoint)
     checkpoint = checkpoints.load(request.checkpoint)
-    check_plain(checkpoint)
-    like = _plain_rope(checkpoint)
+    check_language_model(checkpoint)
+    rope = _plain_rope(checkpoint)
     length = checkpoint.train_length() or 0
     if length < 2:
-        raise UserError(f"{request.checkpoint} does not say what length it was trained on: train it again")
+        raise UserError(f"{request.checkpoint} does not record its training length: train it again")
     if request.tokens <= length:
-        raise UserError(f"--tokens {request.tokens} is not above the trained length, {length}: name a longer one")
-    corpus.check_text(request.data, request.subset)
-    total = corpus.count_tokens(request.data, request.subset)
+        raise UserError(f"--tokens {request.tokens} is not above the training length, {length}: use a larger value")
+    corpus.check_text_folder(request.data, request.split)
+    total = corpus.count_tokens(request.data, request.split)
     if total < request.samples * request.tokens:
         raise UserError(
-            f"{request.data}/{request.subset} has {total} tokens, less than {request.samples} blocks of "
+            f"{request.data}/{request.split} has {total} tokens, less than {request.samples} blocks of "
             f"{request.tokens}: use more text or fewer --samples"
         )
     if request.out is not None:
-        files.check_file("--out", request.out)
-    return like, length
+        files.check_output_file("--out", request.out)
+    return rope, length
 
 
-def _plain_rope(checkpoint: Checkpoint) -> Rope:
+def _plain_rope(checkpoint: RpeCheckpoint) -> Rope:
     cls, _, config = registry.resolve(checkpoint.encoding)
-    usual = Rope.Config()
-    kept = {"base": usual.base, "rotary_fraction": usual.rotary_fraction, "interleaved": usual.interleaved}
-    if cls is not Rope or replace(config, **kept) != usual:
+    default = Rope.Config()
+    allowed = {"base": default.base, "rotary_fraction": default.rotary_fraction, "interleaved": default.interleaved}
+    if cls is not Rope or replace(config, **allowed) != default:
         raise UserError(
-            f"{checkpoint.path} was trained with '{checkpoint.encoding}': the search is for rope without a scaling"
+            f"{checkpoint.path} was trained with '{checkpoint.encoding}': use a checkpoint with rope without scaling"
         )
-    heads, width = (checkpoint.size(key) for key in ("decoder_attention_heads", "decoder_embed_dim"))
-    made = build(checkpoint.encoding, heads, width, checkpoint.train_length())
-    assert isinstance(made, Rope)
-    return made
+    heads, width = (checkpoint.integer_setting(key) for key in ("decoder_attention_heads", "decoder_embed_dim"))
+    encoding = build(checkpoint.encoding, heads, width, checkpoint.train_length())
+    assert isinstance(encoding, Rope)
+    return encoding
 
 
-class _Measured:
-    """Spec -> loss in bits: the known one, or one that is measured and kept; the model is loaded once it is needed."""
+class _CachedLosses:
+    """Maps a spec to its loss in bits, from ``out`` or measured; loads the model at the first measurement."""
 
     def __init__(self, request: SearchRequest, length: int) -> None:
         self.request, self.length = request, length
-        self.of = {"checkpoint": files.file_digest(request.checkpoint), "data": corpus.digest(request.data)}
-        self.known = {one.key: one for one in (read(CandidateResult, request.out) if request.out else [])}
-        self.asked: set[str] = set()
-        self.tick: Callable[[int], Any] = lambda count: None
+        self.digests = {
+            "checkpoint": files.sha256_of_files(request.checkpoint),
+            "data": corpus.corpus_digest(request.data),
+        }
+        earlier = read_results(CandidateResult, request.out) if request.out else []
+        self.results = {result.key: result for result in earlier}
+        self.requested: set[str] = set()
+        self.on_candidate: Callable[[int], Any] = lambda count: None
         self._model: Any = None
 
     def __call__(self, spec: str) -> float:
-        key = filled(CandidateKey, self.request, **self.of, rpe=spec)
-        if key not in self.known:
-            with one_line(f"measuring {spec} failed", self.request.log):
-                loss = self._loss(spec)
-            found = filled(CandidateResult, key, encoding="rope", loss_base2=loss, ppl=2**loss)
+        key = from_attributes(CandidateKey, self.request, **self.digests, rpe=spec)
+        if key not in self.results:
+            with one_line_errors(f"measuring {spec} failed", self.request.log):
+                loss = self._measure_loss(spec)
+            result = from_attributes(CandidateResult, key, encoding="rope", loss_base2=loss, ppl=2**loss)
             if self.request.out is not None:
-                files.append_json_line(self.request.out, found.record())
-            self.known[key] = found
-        if spec not in self.asked:
-            self.asked.add(spec)
-            self.tick(1)
-        return self.known[key].loss_base2
+                files.append_json_line(self.request.out, result.to_json())
+            self.results[key] = result
+        if spec not in self.requested:
+            self.requested.add(spec)
+            self.on_candidate(1)
+        return self.results[key].loss_base2
 
-    def _loss(self, spec: str) -> float:
+    def _measure_loss(self, spec: str) -> float:
         request = self.request
         if self._model is None:
-            self._model, task = load(request.checkpoint, request, request.data, request.log)
+            self._model, task = load_model(request.checkpoint, request, request.data, request.log)
             dictionary, n = task.source_dictionary, request.samples * request.tokens
-            stream = read_stream(request.data, request.subset, dictionary, n)
+            stream = read_stream(request.data, request.split, dictionary, n)
             self._pad = dictionary.pad()
+            # inputs and targets, (samples, tokens) each
             self._blocks = [x.view(request.samples, request.tokens) for x in (stream[:-1], stream[1:])]
         decoder = self._model.decoder
-        old = decoder.encodings[0]
-        made = build(spec, old.heads, old.width, self.length).to(next(self._model.parameters()).device)
-        decoder.encodings, decoder.length_dependent = nn.ModuleList([made]).eval(), made.length_dependent
+        previous = decoder.encodings[0]
+        encoding = build(spec, previous.heads, previous.width, self.length).to(next(self._model.parameters()).device)
+        decoder.encodings, decoder.length_dependent = nn.ModuleList([encoding]).eval(), encoding.length_dependent
         rows = max(1, BATCH_TOKENS // request.tokens)
         batches = zip(*(x.split(rows) for x in self._blocks), strict=True)
-        nats, count = by_position(self._model, batches, request.tokens, self._pad, lambda scored: None)
-        loss = defined(nats.sum()) / int(count.sum()) / math.log(2)
-        if loss >= MOST_BITS:
-            raise too_large(loss)
+        nats, count = losses_by_position(self._model, batches, request.tokens, self._pad, lambda scored: None)
+        loss = check_finite(nats.sum()) / int(count.sum()) / math.log(2)
+        if loss >= MAX_BITS:
+            raise too_large_error(loss)
         return loss

@@ -1,4 +1,4 @@
-"""How long a whole language model takes to read a block, by encoding, in turns on this machine; nothing is trained.
+"""Times forward passes of whole language models by encoding, interleaved on this machine. Nothing is trained.
 
 Source of the measurement: FIRE (arXiv 2310.04418), Figure 5: time at a length of 2,048, mean of 10 runs.
 """
@@ -10,7 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import fairseq_rpe.models  # noqa: F401  (before fairseq: registers, and lets it start quicker)
+import fairseq_rpe.models  # noqa: F401  (before fairseq: registers the plugin, and fairseq starts faster)
 
 # isort: split
 import torch
@@ -19,25 +19,41 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from torch import Tensor
 
-from fairseq_rpe.analysis.speed import DTYPES, Timing, Way, check_backends, free_memory, in_turns, machine, refusal
+from fairseq_rpe.analysis.speed import (
+    DTYPES,
+    TimedCall,
+    Timing,
+    check_backends,
+    describe_machine,
+    failure_reason,
+    free_memory,
+    time_interleaved,
+)
 from fairseq_rpe.attention import BACKENDS
-from fairseq_rpe.checkpoints.model_sizes import SIZES, full_name
+from fairseq_rpe.checkpoints.model_sizes import MODEL_SIZES, full_arch_name
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
-from fairseq_rpe.utils.table import Cell, Row, Table
+from fairseq_rpe.utils.table import Cell, Table, TableRow
 
 STEP = "inference"
-SHARED = " (shared)"  # after an encoding of which all layers have the same one, as FIRE-S
+SHARED = " (shared)"  # suffix of an encoding with one module for all layers, such as FIRE-S
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What takes turns: ``encodings``, and those of ``shared`` with one module for all layers, by each of ``backends``.
+class ModelBenchmark:
+    """A benchmark: the options of ``fairseq-rpe bench``.
 
-    ``model``: a size of :data:`fairseq_rpe.checkpoints.model_sizes.SIZES`; ``lengths`` in tokens; ``vocabulary``: types
-    of the dictionary; ``batch``: texts at a time; ``dtype``: a key of ``analysis.speed.DTYPES``, of all weights;
-    ``repeats``: the mean of so many turns counts. ``shared`` is fire where that is among the encodings and
-    nothing is said.
+    Attributes:
+        device: device of the models.
+        model: key of :data:`fairseq_rpe.checkpoints.model_sizes.MODEL_SIZES`.
+        encodings: encodings with one module for each layer.
+        shared: encodings with one module for all layers; None: fire, if it is among ``encodings``.
+        backends: attention back ends; each encoding is timed with each of them.
+        lengths: tokens of a block.
+        batch: blocks of a batch.
+        vocabulary: types of the dictionary.
+        dtype: key of ``analysis.speed.DTYPES``, for all weights.
+        repeats: number of passes; the mean is reported.
     """
 
     device: str
@@ -52,76 +68,95 @@ class Setting:
     repeats: int = 10
 
     def check(self) -> None:
-        """Raises UserError: no such backend, or nothing is named."""
+        """Check that the back ends exist and there is something to time.
+
+        Raises:
+            UserError: a back end is unknown, or none or no encoding is given.
+        """
         check_backends(self.backends, self.encodings, {"auto": None, **BACKENDS})
 
     def measurements(self) -> list[Callable[[], tuple[list[Timing], list[str]]]]:
-        """What to call for the timings of each length."""
-        return [partial(measure, self, length) for length in self.lengths]
+        """Return one function for each length, which returns the timings and lines on what is left out."""
+        return [partial(time_forward_passes, self, length) for length in self.lengths]
 
-    def ways(self) -> list[dict[str, str]]:
-        """The model's settings of encoding, sharing and backend, in their order."""
-        named = tuple(self.backends)
+    def model_settings(self) -> list[dict[str, str]]:
+        """Return the settings of each model: encoding, sharing and back end."""
         shared = [spec for spec in self.encodings if spec == "fire"] if self.shared is None else self.shared
-        asked = [(spec, "auto") for spec in self.encodings] + [(spec, "model") for spec in shared]
-        backends = tuple(BACKENDS) if named == ("all",) else named
-        return [{"rpe": spec, "rpe_share": share, "attention_backend": b} for spec, share in asked for b in backends]
+        variants = [(spec, "auto") for spec in self.encodings] + [(spec, "model") for spec in shared]
+        backends = tuple(BACKENDS) if tuple(self.backends) == ("all",) else tuple(self.backends)
+        return [
+            {"rpe": spec, "rpe_share": share, "attention_backend": backend}
+            for spec, share in variants
+            for backend in backends
+        ]
 
     def __str__(self) -> str:
-        """Machine and setting in one line."""
-        size = SIZES[self.model]
+        """Describe the machine and the benchmark in one line."""
+        size = MODEL_SIZES[self.model]
         model = f"{self.model}: {size.layers} layers of {size.width}, {size.heads} heads, vocabulary {self.vocabulary}"
-        return machine(self.device, f"{model}, batch {self.batch}, {self.dtype}, means of {self.repeats}")
+        return describe_machine(self.device, f"{model}, batch {self.batch}, {self.dtype}, means of {self.repeats}")
 
 
-def measure(setting: Setting, length: int) -> tuple[list[Timing], list[str]]:
-    """A forward pass to the logits for each way in turns, and a line on each that is left out.
+def time_forward_passes(setting: ModelBenchmark, length: int) -> tuple[list[Timing], list[str]]:
+    """Time a forward pass to the logits for each model, interleaved.
 
-    ``ratio`` is to the first that is timed. Raises UserError: an encoding is unknown, nothing can be timed, or
-    memory is short.
+    Args:
+        setting: the benchmark.
+        length: tokens of a block.
+
+    Returns:
+        Timings, whose ``ratio`` is relative to the first model, and a line on each model that is left out.
+
+    Raises:
+        UserError: an encoding is unknown, nothing can be timed, or there is not enough memory.
     """
-    needed = 4 * setting.batch * length * max(setting.vocabulary, SIZES[setting.model].ffn)
+    needed = 4 * setting.batch * length * max(setting.vocabulary, MODEL_SIZES[setting.model].ffn)
     if needed > free_memory(setting.device):
         raise UserError(
             f"a block of {setting.batch} x {length} tokens needs about {needed / 2**30:.0f} GiB, and there is "
             "not enough memory: choose smaller --lengths, --batch or --vocabulary"
         )
     left_out: list[str] = []
-    ways = dict(_ways(setting, length, left_out))
-    if not ways:
+    calls = dict(_forward_passes(setting, length, left_out))
+    if not calls:
         raise UserError(f"nothing can be timed at {length} tokens ({left_out[0]}): choose another backend or length")
     timings: list[Timing] = []
-    first = 0.0  # mean seconds of the first way, not rounded
-    for key, found in in_turns(ways, setting.repeats, setting.device).items():
-        mean, least, most = (round(1000 * of(found), 3) for of in (statistics.fmean, min, max))
-        seconds = statistics.fmean(found)
-        first = first or seconds
-        timings.append(Timing(*key, STEP, length, mean, round(seconds / first, 3), least, most))
+    first = 0.0  # mean seconds of the first model, not rounded
+    for key, seconds in time_interleaved(calls, setting.repeats, setting.device).items():
+        mean = statistics.fmean(seconds)
+        first = first or mean
+        milliseconds, least, most = (round(1000 * value, 3) for value in (mean, min(seconds), max(seconds)))
+        timings.append(Timing(*key, STEP, length, milliseconds, round(mean / first, 3), least, most))
     return timings, left_out
 
 
-def _ways(setting: Setting, length: int, left_out: list[str]) -> Iterator[tuple[tuple[str, str], Way]]:
-    """A function for each encoding and backend, called once already. All models have the same weights in memory."""
+def _forward_passes(
+    setting: ModelBenchmark, length: int, left_out: list[str]
+) -> Iterator[tuple[tuple[str, str], TimedCall]]:
+    """Yield a forward pass for each encoding and back end, after a first call. Models share their other weights."""
     dictionary = Dictionary()
     for number in range(setting.vocabulary - len(dictionary)):
         dictionary.add_symbol(f"w{number}")
     task = LanguageModelingTask(SimpleNamespace(add_bos_token=False), dictionary)
     inputs = torch.randint(4, len(dictionary), (setting.batch, length), generator=torch.Generator().manual_seed(0))
     weights: dict[str, Tensor] = {}
-    for chosen in setting.ways():
-        name, backend = chosen["rpe"] + SHARED * (chosen["rpe_share"] == "model"), chosen["attention_backend"]
-        way = partial(_read, _model(setting, task, length, weights, chosen), inputs.to(setting.device))
-        why = refusal(way, f"{name}, {backend}", f"{name}, {backend} at {length} tokens")
-        if why:
-            left_out.append(why)
+    for settings in setting.model_settings():
+        name, backend = settings["rpe"] + SHARED * (settings["rpe_share"] == "model"), settings["attention_backend"]
+        model = _build_model(setting, task, length, weights, settings)
+        forward = partial(_forward, model, inputs.to(setting.device))
+        reason = failure_reason(forward, f"{name}, {backend}", f"{name}, {backend} at {length} tokens")
+        if reason:
+            left_out.append(reason)
         else:
-            yield (name, backend), way
+            yield (name, backend), forward
 
 
-def _model(setting: Setting, task: Any, length: int, weights: dict[str, Tensor], chosen: dict[str, str]) -> Any:
-    """A model in evaluation mode; what is not of its encoding is that of ``weights``, which the first one fills."""
-    args = SimpleNamespace(tokens_per_sample=length, **chosen)
-    ARCH_CONFIG_REGISTRY[full_name(setting.model)](args)
+def _build_model(
+    setting: ModelBenchmark, task: Any, length: int, weights: dict[str, Tensor], settings: dict[str, str]
+) -> Any:
+    """Build a model in evaluation mode; its parameters outside of the encoding come from ``weights``, or go there."""
+    args = SimpleNamespace(tokens_per_sample=length, **settings)
+    ARCH_CONFIG_REGISTRY[full_arch_name(setting.model)](args)
     torch.manual_seed(0)
     model = TransformerRPELanguageModel.build_model(args, task).eval()
     model = model.to(device=setting.device, dtype=DTYPES[setting.dtype])
@@ -132,20 +167,20 @@ def _model(setting: Setting, task: Any, length: int, weights: dict[str, Tensor],
 
 
 @torch.inference_mode()
-def _read(model: Any, tokens: Tensor) -> None:
+def _forward(model: Any, tokens: Tensor) -> None:
     model(tokens)
 
 
 def tables(timings: Sequence[Timing]) -> list[Table]:
-    """Encoding and backend × length: mean with least and most in milliseconds, and the multiple of the first."""
+    """Return a table of encoding and back end × length: mean, least and most in milliseconds, ratio to the first."""
     lengths = list(dict.fromkeys(t.length for t in timings))
-    found = {(t.encoding, t.backend, t.length): t for t in timings}
+    by_model = {(t.encoding, t.backend, t.length): t for t in timings}
     head = ["encoding, backend", *(f"{n} tokens {unit}" for n in lengths for unit in ("(ms)", "(ratio)"))]
     rows = []
-    for encoding, backend in dict.fromkeys(key[:2] for key in found):
-        own = [found.get((encoding, backend, n)) for n in lengths]
+    for encoding, backend in dict.fromkeys(key[:2] for key in by_model):
         cells = [
-            (f"{t.milliseconds:.1f} ({t.least:.1f} to {t.most:.1f})", f"{t.ratio:.2f}") if t else ("", "") for t in own
+            (f"{t.milliseconds:.1f} ({t.least:.1f} to {t.most:.1f})", f"{t.ratio:.2f}") if t else ("", "")
+            for t in (by_model.get((encoding, backend, n)) for n in lengths)
         ]
-        rows.append(Row(f"{encoding}, {backend}", [Cell(text) for pair in cells for text in pair]))
+        rows.append(TableRow(f"{encoding}, {backend}", [Cell(text) for pair in cells for text in pair]))
     return [Table("Inference time of whole models", head, rows)]

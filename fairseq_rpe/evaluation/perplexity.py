@@ -1,4 +1,4 @@
-"""Perplexity in blocks of any length: what fairseq-eval-lm gives, every token of the split accounted for.
+"""Perplexity in blocks of any length: the loss that fairseq-eval-lm computes, with every token of the split scored.
 
 A block has positions 0 … L-1; the target at position p is predicted from p + 1 inputs.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from fairseq_rpe import compat  # before fairseq, which then starts quicker
+from fairseq_rpe import compat  # before fairseq, which then starts faster
 
 # isort: split
 
@@ -21,107 +21,123 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from torch import Tensor
 
-from fairseq_rpe.attention.forward import separated
+from fairseq_rpe.attention.forward import positions_from_documents
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.loading import blocks_of, check_plain, load, one_line, separates_documents
-from fairseq_rpe.evaluation.loss_aggregation import check_scored, peak_mb, result_of, with_units
-from fairseq_rpe.evaluation.records import BATCH_TOKENS, TextKey, TextRequest, TextResult, context_of
+from fairseq_rpe.evaluation.loading import (
+    check_language_model,
+    load_model,
+    one_line_errors,
+    separates_documents,
+    training_blocks,
+)
+from fairseq_rpe.evaluation.loss_aggregation import add_units, check_all_scored, peak_memory_mb, text_result
+from fairseq_rpe.evaluation.records import BATCH_TOKENS, TextKey, TextRequest, TextResult, document_context
 from fairseq_rpe.modules.cross_entropy import target_losses
 from fairseq_rpe.runs import checkpoints
-from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.runs.checkpoints import RpeCheckpoint
 from fairseq_rpe.tasks.language_modeling import SeparateDocuments, load_document_blocks, read_document_ends
 from fairseq_rpe.utils import devices
-from fairseq_rpe.utils.files import PACKAGE
+from fairseq_rpe.utils.files import PACKAGE_DIR
 from fairseq_rpe.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
-ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
+ADAPTIVE_CHUNK = 512  # targets of an adaptive softmax whose log-probabilities are in memory at a time
 Engine = Callable[[TextKey, int], TextResult]  # the int: tokens of a batch
 Cache = dict[str, dict[str, Tensor]]  # fairseq's incremental state: keys, values and padding by layer
 
 
-def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
-    """Make what is asked for ready to be measured, one length at a time.
+def make_evaluator(request: TextRequest) -> Callable[[TextKey], TextResult]:
+    """Load the model and return the function that measures one length.
 
-    Raises UserError if the checkpoint cannot be used; a measurement does if it failed, or scored other than all tokens.
+    Raises:
+        UserError: the checkpoint cannot be used. The returned function raises it if the evaluation fails or does not
+            score all tokens.
     """
     checkpoint = checkpoints.load(request.checkpoint)
     request = _with_blocks(request, checkpoint)
     engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
-    ids, _ = corpus.read_split(request.data, request.subset)
-    tokens, unigram, units = len(ids), corpus.unigram_ppl(ids), corpus.read_units(request.data, request.subset)
+    ids, _ = corpus.read_split(request.data, request.split)
+    tokens, unigram, units = len(ids), corpus.unigram_ppl(ids), corpus.read_units(request.data, request.split)
 
-    def measure(key: TextKey) -> TextResult:
+    def evaluate(key: TextKey) -> TextResult:
         start = time.monotonic()
-        with one_line(f"evaluation at length {key.length} failed", request.log):
-            found = engine(key, request.max_tokens or max(key.length, BATCH_TOKENS))
-        scored = f"{found.tokens} of {tokens}"
+        with one_line_errors(f"evaluation at length {key.length} failed", request.log):
+            result = engine(key, request.max_tokens or max(key.length, BATCH_TOKENS))
+        scored = f"{result.tokens} of {tokens}"
         logger.info("length %d, engine %s: scored tokens: %s", key.length, request.engine, scored)
-        check_scored(found, tokens)
+        check_all_scored(result, tokens)
         return replace(
-            with_units(found, units),
+            add_units(result, units),
             encoding=checkpoint.encoding,
             seconds=round(time.monotonic() - start, 3),
             engine=request.engine,
-            peak_mb=round(peak_mb(devices.chosen(request.device)), 1),
+            peak_mb=round(peak_memory_mb(devices.resolve_device(request.device)), 1),
             unigram_ppl=unigram,
             train_length=checkpoint.train_length() or None,
-            context=context_of(request.blocks or "stream", bool(request.separate_documents)),
+            context=document_context(request.blocks or "stream", bool(request.separate_documents)),
         )
 
-    return measure
+    return evaluate
 
 
-def _with_blocks(request: TextRequest, checkpoint: Checkpoint) -> TextRequest:
-    """The request with the blocks of the checkpoint's training, and its separate documents, where it says nothing."""
-    separate, blocks = request.separate_documents, request.blocks or blocks_of(checkpoint)
+def _with_blocks(request: TextRequest, checkpoint: RpeCheckpoint) -> TextRequest:
+    """Fill in blocks and separate documents from the checkpoint's training where the request leaves them open."""
+    separate, blocks = request.separate_documents, request.blocks or training_blocks(checkpoint)
     if separate is None:
         separate = blocks == "stream" and separates_documents(checkpoint)
-    found = replace(request, blocks=blocks, separate_documents=separate)
+    request = replace(request, blocks=blocks, separate_documents=separate)
     if separate:
-        checkpoint.require_ours(", or drop --separate-documents")
-    found.check_documents()
-    return found
+        checkpoint.require_rpe_model(", or drop --separate-documents")
+    request.check_documents()
+    return request
 
 
-def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
-    """The engine ``fast``: one loaded model, fairseq's own batches, a loss without the logits."""
-    check_plain(checkpoint, otherwise=", or use --engine fairseq")
-    model, task = load(request.checkpoint, request, request.data, request.log)
-    moves, draws = model.decoder.moves, request.draws or 1
-    if request.draws and not moves.evaluation.random:
+def _fast_engine(request: TextRequest, checkpoint: RpeCheckpoint) -> Engine:
+    """Engine ``fast``: one loaded model, fairseq's batches, a loss that does not store the logits."""
+    check_language_model(checkpoint, remedy=", or use --engine fairseq")
+    model, task = load_model(request.checkpoint, request, request.data, request.log)
+    moves, draws = model.decoder.position_transforms, request.position_samples or 1
+    if request.position_samples and not moves.evaluation.random:
         raise UserError(
-            f"--draws {request.draws}: positions are not random in this evaluation: leave it out, or name random ones "
-            "with --positions, e.g. randomized"
+            f"--position-samples {request.position_samples}: positions are not random in this evaluation: leave it "
+            "out, or use a random transform, such as --positions-eval randomized"
         )
     if request.separate_documents:
         model.decoder.check_separable()
     if request.attention_prune is not None:
         model.decoder.prune_attention(request.attention_prune)
-    pad, total = task.source_dictionary.pad(), corpus.count_tokens(request.data, request.subset)
+    pad, total = task.source_dictionary.pad(), corpus.count_tokens(request.data, request.split)
 
-    def measure(key: TextKey, batch_tokens: int) -> TextResult:
+    def evaluate(key: TextKey, batch_tokens: int) -> TextResult:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
         sums = torch.zeros(key.length, dtype=torch.float64)
         count = torch.zeros(key.length, dtype=torch.int64)
         with Progress(f"length {key.length}", "tokens", draws * total) as bar:
-            for moves.draw in range(draws):
-                found = batches(request, task, key.length, batch_tokens)
-                nats, count = by_position(model, found, key.length, pad, bar.update)
+            for moves.sample in range(draws):
+                batches = make_batches(request, task, key.length, batch_tokens)
+                nats, count = losses_by_position(model, batches, key.length, pad, bar.update)
                 sums += nats
-        return result_of(key, sums / draws, count)
+        return text_result(key, sums / draws, count)
 
-    return measure
+    return evaluate
 
 
-def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, ...]]:
-    """Inputs and targets (B, n) of all blocks, padded at the end of rows; where documents are separate, theirs too.
+def make_batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same batches as fairseq-eval-lm with the same flags.
 
-    They are what fairseq-eval-lm makes of the same flags.
+    Args:
+        request: data, split and kind of blocks.
+        task: fairseq task with the dictionary.
+        length: tokens of a block.
+        batch_tokens: upper limit of the tokens in a batch.
+
+    Yields:
+        Inputs and targets, (B, n) int64 each, padded at the end of rows; if documents are separate, also the document
+        index of each token, (B, n).
     """
-    dictionary, path = task.source_dictionary, str(request.data / request.subset)
+    dictionary, path = task.source_dictionary, str(request.data / request.split)
     if request.blocks == "document":
         blocks = load_document_blocks(path, dictionary, length)
     else:
@@ -134,98 +150,121 @@ def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> 
     else:
         examples = MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"])
     serial = {"num_workers": 0, "data_buffer_size": 0}
-    # a model that was fine-tuned on questions reads text as one that was trained on text
-    reading = LanguageModelingTask(SimpleNamespace(add_bos_token=False), dictionary)
-    for sample in reading.eval_lm_dataloader(examples, batch_tokens, request.batch_size, **serial):
+    # a language-modelling task also for models that were fine-tuned on questions
+    lm_task = LanguageModelingTask(SimpleNamespace(add_bos_token=False), dictionary)
+    for sample in lm_task.eval_lm_dataloader(examples, batch_tokens, request.batch_size, **serial):
         documents = sample["net_input"].get("documents")
         yield sample["net_input"]["src_tokens"], sample["target"], *([] if documents is None else [documents])
 
 
 @torch.no_grad()
-def by_position(
-    model: Any, batches: Iterable[tuple[Tensor, ...]], length: int, pad: int, tick: Callable[[int], Any]
+def losses_by_position(
+    model: Any, batches: Iterable[tuple[Tensor, ...]], length: int, pad: int, on_tokens: Callable[[int], Any]
 ) -> tuple[Tensor, Tensor]:
-    """Sums of losses in nats (length,) float64, and the targets in them (length,), at each position of a block.
+    """Sum the losses at each position of a block.
 
-    ``batches``: inputs and targets (B, n), n <= length, rows padded at their end with the symbol ``pad``, and perhaps
-    the document of each token, in which its position is then counted; ``tick`` is told how many targets each has.
-    ``model``: a ``transformer_rpe_lm`` in evaluation mode.
+    Args:
+        model: a ``transformer_rpe_lm`` in evaluation mode.
+        batches: inputs and targets (B, n), n <= length, padded at the end of rows, and optionally the document index
+            (B, n) of each token; positions then restart with each document.
+        length: largest number of positions.
+        pad: index of the padding symbol.
+        on_tokens: called after each batch with its number of targets.
+
+    Returns:
+        Sums of losses in nats, (length,) float64, and numbers of targets, (length,) int64.
     """
     device = next(model.parameters()).device
     nats = torch.zeros(length, dtype=torch.float64, device=device)
     count = torch.zeros(length, dtype=torch.int64)
     for inputs, targets, *separate in batches:
-        kept = targets.ne(pad)
+        not_pad = targets.ne(pad)
         inputs, targets = inputs.to(device), targets.to(device)
-        found = torch.zeros(targets.shape, device=device)
+        losses = torch.zeros(targets.shape, device=device)
         documents = separate[0].to(device) if separate else None
-        features = model.decoder(inputs, features_only=True, documents=documents)[0]
-        found[kept] = _feature_losses(model, features[kept], targets[kept])
+        features = model.decoder(inputs, features_only=True, documents=documents)[0]  # (B, n, C)
+        losses[not_pad] = _feature_losses(model, features[not_pad], targets[not_pad])
         if documents is not None:
-            at = separated(documents)[0].k.long()
-            nats.index_add_(0, at.flatten(), found.double().flatten())
-            count.index_add_(0, at.flatten().cpu(), kept.flatten().long())
+            positions = positions_from_documents(documents)[0].k.long()  # (B, n)
+            nats.index_add_(0, positions.flatten(), losses.double().flatten())
+            count.index_add_(0, positions.flatten().cpu(), not_pad.flatten().long())
         else:
-            nats[: targets.shape[1]] += found.double().sum(0)
-            count[: targets.shape[1]] += kept.sum(0)
-        tick(int(kept.sum()))
+            nats[: targets.shape[1]] += losses.double().sum(0)
+            count[: targets.shape[1]] += not_pad.sum(0)
+        on_tokens(int(not_pad.sum()))
     return nats.cpu(), count
 
 
-def losses(model: Any, inputs: Tensor, targets: Tensor, state: Cache | None = None) -> Tensor:
-    """Negative log-likelihoods in nats (B·s,) of targets (B, s), predicted at the last s of inputs (B, n)."""
+def token_losses(model: Any, inputs: Tensor, targets: Tensor, state: Cache | None = None) -> Tensor:
+    """Return the losses of targets that are predicted at the last positions of the inputs.
+
+    Args:
+        model: a ``transformer_rpe_lm`` in evaluation mode.
+        inputs: (B, n) int64.
+        targets: (B, s) int64, s <= n.
+        state: fairseq's incremental state, the KV cache.
+
+    Returns:
+        Negative log-likelihoods in nats, (B·s,).
+    """
     features = model.decoder(inputs, incremental_state=state, features_only=True)[0][:, -targets.shape[1] :]
     return _feature_losses(model, features.flatten(0, 1), targets.flatten())
 
 
 def _feature_losses(model: Any, features: Tensor, targets: Tensor) -> Tensor:
-    """The same (N,) from features (N, C)."""
+    """Return the losses in nats, (N,), of targets (N,) that are predicted from features (N, C)."""
     decoder = model.decoder
     if decoder.adaptive_softmax is None:
         return target_losses(features, decoder.output_projection.weight, targets)
-    found = []
-    for x, y in zip(features.split(ADAPTIVE), targets.split(ADAPTIVE), strict=True):
-        scores = model.get_normalized_probs((x[None], None), log_probs=True, sample={"target": y[None].contiguous()})
-        found.append(-scores.float().gather(-1, y[None, :, None]).flatten())
-    return torch.cat(found)
+    chunks = []
+    for x, y in zip(features.split(ADAPTIVE_CHUNK), targets.split(ADAPTIVE_CHUNK), strict=True):
+        sample = {"target": y[None].contiguous()}
+        log_probs = model.get_normalized_probs((x[None], None), log_probs=True, sample=sample)  # (1, chunk, V)
+        chunks.append(-log_probs.float().gather(-1, y[None, :, None]).flatten())
+    return torch.cat(chunks)
 
 
 def _fairseq_engine(request: TextRequest) -> Engine:
-    """The engine ``fairseq``: fairseq-eval-lm's own code, once per length."""
+    """Engine ``fairseq``: runs fairseq-eval-lm's own code, once per length."""
     if request.attention_prune is not None:
-        raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm cannot prune")
+        raise UserError("--attention-prune needs --engine fast: fairseq-eval-lm cannot prune")
     if request.attention_backend is not None:
-        raise UserError("--attention-backend goes with --engine fast: fairseq-eval-lm takes the checkpoint's")
-    if request.draws is not None:
-        raise UserError("--draws goes with --engine fast: fairseq-eval-lm draws random positions once for each block")
-    same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]
-    kind = ["language_modeling", "--sample-break-mode", "none"]
+        raise UserError("--attention-backend needs --engine fast: fairseq-eval-lm uses the checkpoint's")
+    if request.position_samples is not None:
+        raise UserError("--position-samples needs --engine fast: fairseq-eval-lm samples positions once for each block")
+    flags = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE_DIR)]
+    task_flags = ["language_modeling", "--sample-break-mode", "none"]
     if request.blocks == "document":
-        kind = ["rpe_language_modeling", "--blocks", "document"]
+        task_flags = ["rpe_language_modeling", "--blocks", "document"]
     if request.separate_documents:
-        kind = ["rpe_language_modeling", "--separate-documents"]
-    same += ["--task", *kind, "--gen-subset", request.subset]
-    same += ["--num-workers", "0", "--data-buffer-size", "0", "--no-progress-bar", "--log-format", "none"]
-    same += ["--cpu"] if request.device == "cpu" else []
-    given: dict[str, object] = {"--batch-size": request.batch_size, "--compute-dtype": request.compute_dtype}
-    given |= {"--rpe-eval": request.rpe, "--positions-eval": request.positions, "--rpe-module": request.rpe_module}
-    for flag, value in given.items():
-        same += [flag, str(value)] if value else []
+        task_flags = ["rpe_language_modeling", "--separate-documents"]
+    flags += ["--task", *task_flags, "--gen-subset", request.split]
+    flags += ["--num-workers", "0", "--data-buffer-size", "0", "--no-progress-bar", "--log-format", "none"]
+    flags += ["--cpu"] if request.device == "cpu" else []
+    optional_flags: dict[str, object] = {
+        "--batch-size": request.batch_size,
+        "--compute-dtype": request.compute_dtype,
+        "--rpe-eval": request.rpe,
+        "--positions-eval": request.positions_eval,
+        "--rpe-module": request.rpe_module,
+    }
+    for flag, value in optional_flags.items():
+        flags += [flag, str(value)] if value else []
 
-    # When it is imported it settles where all messages go: after log_to, and only where it is asked for.
+    # Importing eval_lm configures logging: import it after log_to, and only for this engine.
     from fairseq_cli import eval_lm
 
-    # Where the models were imported before this module of fairseq's, nothing has guarded it yet.
-    compat.guard_module(eval_lm)
+    # The models may have been imported before eval_lm: then it has no guard yet.
+    compat.count_scored_tokens(eval_lm)
 
-    def measure(key: TextKey, batch_tokens: int) -> TextResult:
-        flags = [*same, "--tokens-per-sample", str(key.length), "--max-tokens", str(batch_tokens)]
-        args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=flags)
+    def evaluate(key: TextKey, batch_tokens: int) -> TextResult:
+        command = [*flags, "--tokens-per-sample", str(key.length), "--max-tokens", str(batch_tokens)]
+        args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=command)
         try:
-            found = eval_lm.main(convert_namespace_to_omegaconf(args))
+            scores = eval_lm.main(convert_namespace_to_omegaconf(args))
         finally:
             compat.overrides.clear()
-        tokens = found["scored_tokens"]  # counted by the plugin's guard around fairseq's own evaluation loop
-        return TextResult(**vars(key), tokens=tokens, loss_base2=float(found["loss"]), ppl=float(found["perplexity"]))
+        tokens = scores["scored_tokens"]  # counted by the plugin's guard around fairseq's evaluation loop
+        return TextResult(**vars(key), tokens=tokens, loss_base2=float(scores["loss"]), ppl=float(scores["perplexity"]))
 
-    return measure
+    return evaluate

@@ -1,6 +1,6 @@
-"""What the spec of a position transform says of an evaluation, read without loading torch.
+"""Largest sequence length that a position transform allows, read from its spec without loading torch.
 
-A sweep that is finished asks this, and says so in a second. Of a transform of the user's own it knows nothing.
+A report on a finished sweep needs only this, so it starts fast. Transforms that a user registers are not known here.
 """
 
 from fairseq_rpe.algorithms import Algorithm
@@ -8,38 +8,43 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import parse
 
 _RANDOM = ("cape", "pose", "random_padding", "randomized", "shape", "stretch", "warp")
-_LIMITS = {"randomized": ("max", 2048), "random_padding": ("max", 2048), "pose": ("target", 4096)}
+# transform -> option that limits its positions, and its default
+_LIMITS = {"randomized": ("max_position", 2048), "random_padding": ("max_position", 2048), "pose": ("target", 4096)}
 
 
 def is_random(spec: str | None) -> bool:
-    """Whether the positions of ``spec`` are drawn; ``None``: the checkpoint's own, which are not known here."""
+    """Return whether ``spec`` samples random positions; False for None, the checkpoint's own transform."""
     return spec is not None and parse(spec)[0] in _RANDOM
 
 
-def longest_row(spec: str | None, train_length: int) -> int | None:
-    """Tokens of the longest row that ``spec`` has positions for; None: no limit. ``train_length`` in tokens.
+def max_length(spec: str | None, train_length: int) -> int | None:
+    """Return the largest sequence length in tokens for which ``spec`` has positions, or None without a limit.
 
-    A spec that cannot be read has none here: it is refused where the transform is made.
+    A spec that cannot be parsed has no limit here; building the transform refuses it.
+
+    Args:
+        spec: spec of a position transform; None: the checkpoint's own.
+        train_length: training length in tokens.
     """
     if spec is None:
         return None
     try:
-        name, given = parse(spec)
-        if name == "randomized" and given.get("times", "none").lower() != "none":
-            return int(given["times"]) * train_length
-        if name == "warp" and given.get("length") == "train":
+        name, options = parse(spec)
+        if name == "randomized" and options.get("times", "none").lower() != "none":
+            return int(options["times"]) * train_length
+        if name == "warp" and options.get("length") == "train":
             return train_length
         if name not in _LIMITS:
             return None
-        key, usual = _LIMITS[name]
-        return usual if given.get(key, "none").lower() == "none" else int(given[key])
+        key, default = _LIMITS[name]
+        return default if options.get(key, "none").lower() == "none" else int(options[key])
     except (UserError, ValueError):
         return None
 
 
-def most_items(spec: str | None, algorithm: Algorithm, split: str) -> int | None:
-    """The most items of an example of ``split`` for which ``spec`` has positions; None: it has them for all."""
-    limit = longest_row(spec, algorithm.tokens(algorithm.longest("train")))
-    if limit is None or algorithm.tokens(algorithm.longest(split)) <= limit:
+def max_items(spec: str | None, algorithm: Algorithm, split: str) -> int | None:
+    """Return the largest number of items in ``split`` for which ``spec`` has positions, or None without a limit."""
+    limit = max_length(spec, algorithm.num_tokens(algorithm.max_length("train")))
+    if limit is None or algorithm.num_tokens(algorithm.max_length(split)) <= limit:
         return None
-    return max((n for n in range(1, algorithm.longest(split)) if algorithm.tokens(n) <= limit), default=0)
+    return max((n for n in range(1, algorithm.max_length(split)) if algorithm.num_tokens(n) <= limit), default=0)

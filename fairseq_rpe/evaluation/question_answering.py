@@ -1,4 +1,4 @@
-"""Answers of a checkpoint to prepared questions, by context length: read, written or compared, and scored."""
+"""Question answering: answer prepared questions by generation or likelihood, at several context lengths, and score."""
 
 import hashlib
 import json
@@ -15,125 +15,140 @@ from typing import Any
 from fairseq_rpe.checkpoints.checkpoint import check_vocabulary
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import read_dictionary
-from fairseq_rpe.decoder.beam_search import beam
-from fairseq_rpe.decoder.generation import check_fixed, greedy, likelihoods, settled
-from fairseq_rpe.evaluation.exact_match import interpolated
-from fairseq_rpe.evaluation.loading import check_plain, load
-from fairseq_rpe.evaluation.question_records import QuestionKey, QuestionRequest, QuestionResult
-from fairseq_rpe.evaluation.records import read, resumed
-from fairseq_rpe.evaluation.score_by_distance import bands
+from fairseq_rpe.decoder.beam_search import beam_search
+from fairseq_rpe.decoder.generation import check_length_independent, fixed_positions, greedy_search, score_choices
+from fairseq_rpe.evaluation.exact_match import explicit_ratio
+from fairseq_rpe.evaluation.loading import check_language_model, load_model
+from fairseq_rpe.evaluation.question_records import QuestionKey, QuestionRequest, QuestionResult, score_by_distance
+from fairseq_rpe.evaluation.records import read_results, resume_results
 from fairseq_rpe.questions import dataset, metrics
-from fairseq_rpe.questions.dataset import Row, Rows, SetInfo
-from fairseq_rpe.questions.metrics import Scored
-from fairseq_rpe.questions.prompt import check_room, fitted
+from fairseq_rpe.questions.dataset import QuestionRow, QuestionRows, SetInfo
+from fairseq_rpe.questions.metrics import AnsweredQuestion
+from fairseq_rpe.questions.prompt import build_prompt, check_token_budget
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.utils import files, records
 from fairseq_rpe.utils.progress import Progress
 
-# What bounds questions that are answered together: query-key pairs, for the memory of attention, and tokens, for that
-# of the cache. One question may be more.
-_PAIRS, _TOKENS, _ROWS = 1 << 23, 1 << 15, 256
+# Limits of a batch: query-key pairs (attention memory), tokens (KV cache) and rows. A single question may exceed them.
+_MAX_PAIRS, _MAX_TOKENS, _MAX_ROWS = 1 << 23, 1 << 15, 256
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Questions that are answered together: their places in the split, and their ids."""
+    """Questions that are answered together: their indices in the split, and their ids."""
 
-    places: list[int]
+    indices: list[int]
     ids: list[str]
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A measurement before it begins: which questions go together, and what the context length takes from them."""
+class _BatchPlan:
+    """Batches of a measurement, and what truncation removes: ``truncated`` documents, ``lost`` tokens."""
 
     batches: list[_Batch]
     questions: int
-    cut: int
+    truncated: int
     lost: int
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A line of what is kept of a measurement that is not finished: a batch."""
+class _BatchAnswers:
+    """One line of the file of an unfinished measurement: the answers of a batch by question id."""
 
     answers: Mapping[str, str]
     seconds: float
 
 
-def answered(request: QuestionRequest, bar: Progress) -> Iterator[QuestionResult]:
-    """The results of what is asked for, in order; those that ``out`` has are not measured again.
+def answer_questions(request: QuestionRequest, bar: Progress) -> Iterator[QuestionResult]:
+    """Yield the results of a request, in order, and measure only those that ``out`` does not have yet.
 
-    What has been answered of a result that is not finished is kept beside ``out``, and is not asked again. ``bar`` is
-    told of the questions.
+    Answers of an unfinished result are stored next to ``out`` and reused by a rerun.
 
-    Raises UserError: as :meth:`QuestionRequest.keys` and :func:`measuring`.
+    Args:
+        request: what to evaluate.
+        bar: progress bar; counts questions.
+
+    Yields:
+        A result, as soon as it is stored.
+
+    Raises:
+        UserError: :meth:`QuestionRequest.keys` or :func:`make_evaluator` refuses the request.
     """
-    wanted = request.keys()
+    keys = request.keys()
     if request.predictions is not None:
-        files.check_folder(request.predictions, [_predictions(request, key).name for key in wanted], "--predictions")
-        known = {result.key for result in (read(QuestionResult, request.out) if request.out else [])}
-        for key in wanted:
-            if key in known and not _predictions(request, key).is_file():
+        names = [_predictions_path(request, key).name for key in keys]
+        files.check_output_folder(request.predictions, names, "--predictions")
+        finished = {result.key for result in (read_results(QuestionResult, request.out) if request.out else [])}
+        for key in keys:
+            if key in finished and not _predictions_path(request, key).is_file():
                 raise UserError(
-                    f"--out {request.out} has the result of {key.set} at {key.length} tokens, and --predictions "
-                    "has not its answers: name another --out, or leave --predictions out"
+                    f"--out {request.out} has the result of {key.set} at {key.length} tokens, but --predictions "
+                    "does not have its answers: use another --out, or leave --predictions out"
                 )
-    last: QuestionKey | None = None
-    for result in resumed(QuestionResult, request.out, wanted, partial(measuring, request, bar)):
-        _forget(request, last)
-        last = result.key
+    previous: QuestionKey | None = None
+    for result in resume_results(QuestionResult, request.out, keys, partial(make_evaluator, request, bar)):
+        _remove_partial(request, previous)
+        previous = result.key
         yield result
-    _forget(request, last)  # here the result is in ``out``
+    _remove_partial(request, previous)  # only now: its result is certainly in `out`
 
 
-def measuring(
-    request: QuestionRequest, bar: Progress, wanted: Sequence[QuestionKey]
+def make_evaluator(
+    request: QuestionRequest, bar: Progress, keys: Sequence[QuestionKey]
 ) -> Callable[[QuestionKey], QuestionResult]:
-    """Look at all questions that are asked for, and load the model that is to answer them.
+    """Check all questions, load the model and return the function that measures one key.
 
-    Raises UserError: a prompt alone is longer than the length, choices are lacking, or the checkpoint cannot be used:
-    it is damaged, of another dictionary, or follows the length of the text in a way that has no answer.
+    Args:
+        request: what to evaluate.
+        bar: progress bar; counts questions.
+        keys: the keys that will be evaluated.
+
+    Raises:
+        UserError: a question without its document is longer than the context, choices are missing, or the checkpoint
+            cannot be used: it is damaged, has another dictionary, or its encoding depends on the text length.
     """
     checkpoint = checkpoints.load(request.checkpoint)
-    check_plain(checkpoint)
-    folder = dataset.load(request.data)
+    check_language_model(checkpoint)
+    folder = dataset.load_dataset(request.data)
     check_vocabulary(checkpoint, read_dictionary(request.data / "dict.txt"), request.data)
-    rows = folder.split(request.subset)
-    asked: dict[str, list[tuple[int, Row]]] = {key.set: [] for key in wanted}
-    for place, row in enumerate(rows):
-        if row.set in asked:
-            asked[row.set].append((place, row))
-    plans = {key: _planned(key, rows, folder.sets[key.set], asked[key.set]) for key in wanted}
-    model, _ = load(request.checkpoint, request, request.data, request.log)
-    check_fixed(model)
-    moves = model.decoder.moves
-    given = str(request.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
-    for key in wanted:
-        with settled(model, [[0]], [key.length]):  # refuses a length that has no positions
+    rows = folder.split(request.split)
+    by_set: dict[str, list[tuple[int, QuestionRow]]] = {key.set: [] for key in keys}
+    for index, row in enumerate(rows):
+        if row.set in by_set:
+            by_set[row.set].append((index, row))
+    plans = {key: _plan_batches(key, rows, folder.sets[key.set], by_set[key.set]) for key in keys}
+    model, _ = load_model(request.checkpoint, request, request.data, request.log)
+    check_length_independent(model)
+    default = model.decoder.position_transforms.train.evaluation
+    transform = str(request.positions_eval or checkpoint.model.get("positions_eval") or default)
+    for key in keys:
+        with fixed_positions(model, [[0]], [key.length]):  # raises UserError if a length has no positions
             pass
 
-    def measure(key: QuestionKey) -> QuestionResult:
-        plan, info, kept = plans[key], folder.sets[key.set], _kept(request, key)
-        parts = _read(kept)
-        found = {id: text for part in parts for id, text in part.answers.items()}
+    def evaluate(key: QuestionKey) -> QuestionResult:
+        plan, info, path = plans[key], folder.sets[key.set], _partial_path(request, key)
+        stored = _read_partial(path)
+        answers = {id: text for batch in stored for id, text in batch.answers.items()}
         for batch in plan.batches:
-            if not all(id in found for id in batch.ids):
+            if not all(id in answers for id in batch.ids):
                 start = time.monotonic()
-                texts = _answers(model, key, rows, info, batch, bar.tick)
-                part = _Part(dict(zip(batch.ids, texts, strict=True)), round(time.monotonic() - start, 3))
-                parts.append(part)
-                found.update(part.answers)
-                _keep(kept, part)
+                texts = _answer_batch(model, key, rows, info, batch, bar.refresh)
+                by_id = dict(zip(batch.ids, texts, strict=True))
+                stored.append(_BatchAnswers(by_id, round(time.monotonic() - start, 3)))
+                answers.update(by_id)
+                _append_partial(path, stored[-1])
             bar.update(len(batch.ids))
-        texts = {row.id: found[row.id] for _, row in asked[key.set]}
-        count = info.splits[key.subset].questions
-        if not len(texts) == plan.questions == count:
-            raise UserError(f"{key.set}: {len(texts)} of {count} questions were answered: the result is not kept")
+        predictions = {row.id: answers[row.id] for _, row in by_set[key.set]}
+        count = info.splits[key.split].questions
+        if not len(predictions) == plan.questions == count:
+            raise UserError(
+                f"{key.set}: {len(predictions)} of {count} questions were answered: the result is not stored, "
+                "prepare the questions again"
+            )
         if request.predictions is not None:
-            files.write_json(_predictions(request, key), texts)
-        items = [rows.judged(row, texts[row.id]) for _, row in asked[key.set]]
-        values, undefined = _scored(info, items)
+            files.write_json(_predictions_path(request, key), predictions)
+        items = [rows.with_prediction(row, predictions[row.id]) for _, row in by_set[key.set]]
+        values, undefined = _compute_metrics(info, items)
         return QuestionResult(
             **vars(key),
             encoding=checkpoint.encoding,
@@ -142,126 +157,130 @@ def measuring(
             metrics=values,
             published=info.published,
             score=values[info.published],
-            cut_documents=plan.cut,
+            truncated_documents=plan.truncated,
             lost_tokens=plan.lost,
-            empty=sum(not text.strip() for text in texts.values()),
+            empty=sum(not text.strip() for text in predictions.values()),
             undefined=undefined,
-            transform=interpolated(given, checkpoint.train_length() or key.length, key.length),
-            distances=bands(info.published, items, [row.distance for _, row in asked[key.set]]),
-            seconds=round(sum(part.seconds for part in parts), 3),
+            transform=explicit_ratio(transform, checkpoint.train_length() or key.length, key.length),
+            distances=score_by_distance(info.published, items, [row.distance for _, row in by_set[key.set]]),
+            seconds=round(sum(batch.seconds for batch in stored), 3),
         )
 
-    bar.begin(sum(plan.questions for plan in plans.values()))
-    return measure
+    bar.start_timing(sum(plan.questions for plan in plans.values()))
+    return evaluate
 
 
-def _planned(key: QuestionKey, rows: Rows, info: SetInfo, asked: Sequence[tuple[int, Row]]) -> _Plan:
-    """Batches of a set's questions, the longest first, so that what is too much for the memory fails at once."""
-    sizes, cut, lost = list[tuple[int, int, Row]](), 0, 0
-    for place, row in asked:
-        if key.by == "likelihood" and not row.choices:
-            raise UserError(f"question '{row.id}' of {key.set} has no choices to compare: use --by generation")
-        kept, document = rows.lengths(row)
-        gone = max(0, document - check_room(kept, _room(key, rows, info, row), row.id))
-        cut, lost = cut + (gone > 0), lost + gone
-        sizes.append((kept + document - gone, place, row))
-    batches = list[_Batch]()
-    longest = copies = 0  # of the batch that is being filled: its first question's tokens, and all rows of the model
-    for size, place, row in sorted(sizes, key=lambda one: (-one[0], one[1])):
-        own = len(row.choices) if key.by == "likelihood" else key.beam
-        more = copies + own
-        fits = more <= _ROWS and more * (longest + info.answer_tokens) <= _TOKENS
-        if not batches or not fits or (len(batches[-1].ids) + 1) * longest**2 > _PAIRS:
+def _plan_batches(
+    key: QuestionKey, rows: QuestionRows, info: SetInfo, questions: Sequence[tuple[int, QuestionRow]]
+) -> _BatchPlan:
+    """Batch a set's questions, the longest first, so that a batch that exceeds the memory fails at once."""
+    sizes: list[tuple[int, int, QuestionRow]] = []
+    truncated = lost = 0
+    for index, row in questions:
+        if key.answer_mode == "likelihood" and not row.choices:
+            raise UserError(f"question '{row.id}' of {key.set} has no choices to compare: use --answer-mode generation")
+        fixed, document = rows.lengths(row)
+        removed = max(0, document - check_token_budget(fixed, _prompt_budget(key, rows, info, row), row.id))
+        truncated, lost = truncated + (removed > 0), lost + removed
+        sizes.append((fixed + document - removed, index, row))
+    batches: list[_Batch] = []
+    longest = num_rows = 0  # of the batch that is being filled: tokens of its first question, rows of the model
+    for size, index, row in sorted(sizes, key=lambda entry: (-entry[0], entry[1])):
+        row_count = len(row.choices) if key.answer_mode == "likelihood" else key.beam
+        total = num_rows + row_count
+        fits = total <= _MAX_ROWS and total * (longest + info.answer_tokens) <= _MAX_TOKENS
+        if not batches or not fits or (len(batches[-1].ids) + 1) * longest**2 > _MAX_PAIRS:
             batches.append(_Batch([], []))
-            longest, more = size, own
-        batches[-1].places.append(place)
+            longest, total = size, row_count
+        batches[-1].indices.append(index)
         batches[-1].ids.append(row.id)
-        copies = more
-    return _Plan(batches, len(sizes), cut, lost)
+        num_rows = total
+    return _BatchPlan(batches, len(sizes), truncated, lost)
 
 
-def _room(key: QuestionKey, rows: Rows, info: SetInfo, row: Row) -> int:
-    """Tokens that may be read of a question, beside its answer; choices that are longer take what they need."""
-    written = info.answer_tokens
-    if key.by == "likelihood":
-        written = max(written, 1 + max(int(rows.sizes[choice]) for choice in row.choices))
-    return key.length - written
+def _prompt_budget(key: QuestionKey, rows: QuestionRows, info: SetInfo, row: QuestionRow) -> int:
+    """Tokens of the context that the prompt may have; the rest is for the answer, or the longest choice."""
+    answer_tokens = info.answer_tokens
+    if key.answer_mode == "likelihood":
+        answer_tokens = max(answer_tokens, 1 + max(int(rows.sizes[choice]) for choice in row.choices))
+    return key.length - answer_tokens
 
 
-def _answers(
-    model: Any, key: QuestionKey, rows: Rows, info: SetInfo, batch: _Batch, tick: Callable[[], object]
+def _answer_batch(
+    model: Any, key: QuestionKey, rows: QuestionRows, info: SetInfo, batch: _Batch, on_step: Callable[[], object]
 ) -> list[str]:
-    """The texts that the model answers a batch with; ``tick`` is called after each step."""
-    asked = [rows[place] for place in batch.places]
+    """Return the model's answers to a batch of questions; calls ``on_step`` after each decoding step."""
+    questions = [rows[index] for index in batch.indices]
     prompts = []
-    for row in asked:
-        prompts.append(fitted(*rows.parts(row), _room(key, rows, info, row), key.cut, row.id)[0].tolist())
-    if key.by == "likelihood":
-        choices = [[rows.tokens(choice).tolist() for choice in row.choices] for row in asked]
-        found = likelihoods(model, prompts, choices, key.length)
-        best = (max(range(len(own)), key=own.__getitem__) for own in found)
-        return [rows.text(row.choices[place]).strip() for row, place in zip(asked, best, strict=True)]
+    for row in questions:
+        prompt, _ = build_prompt(*rows.parts(row), _prompt_budget(key, rows, info, row), key.truncate, row.id)
+        prompts.append(prompt.tolist())
+    if key.answer_mode == "likelihood":
+        choices = [[rows.tokens(choice).tolist() for choice in row.choices] for row in questions]
+        scores = score_choices(model, prompts, choices, key.length)
+        best = (max(range(len(values)), key=values.__getitem__) for values in scores)
+        return [rows.text(row.choices[index]).strip() for row, index in zip(questions, best, strict=True)]
     if key.beam == 1:
-        written = greedy(model, prompts, info.answer_tokens, key.length, tick)
+        generations = greedy_search(model, prompts, info.answer_tokens, key.length, on_step)
     else:
         penalty = 1.0 if key.length_penalty is None else key.length_penalty
-        several = beam(model, prompts, info.answer_tokens, key.beam, penalty, key.length, tick)
-        written = [own[0].tokens if own else [] for own in several]
-    return [rows.decode(tokens).strip() for tokens in written]
+        beams = beam_search(model, prompts, info.answer_tokens, key.beam, penalty, key.length, on_step)
+        generations = [hypotheses[0].tokens if hypotheses else [] for hypotheses in beams]
+    return [rows.decode(tokens).strip() for tokens in generations]
 
 
-def _scored(info: SetInfo, items: Sequence[Scored]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """The values of all metrics of a set, and the names of those that are undefined."""
+def _compute_metrics(info: SetInfo, items: Sequence[AnsweredQuestion]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return the values of all metrics of a set, and the names of undefined metrics."""
     values, undefined = dict[str, float](), list[str]()
     for metric in dict.fromkeys((*info.metrics, info.published)):
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", metrics.Undefined)
             values[metric] = metrics.score(metric, items)
-        undefined += [metric] * any(issubclass(one.category, metrics.Undefined) for one in said)
+        undefined += [metric] * any(issubclass(warning.category, metrics.Undefined) for warning in caught)
     return values, tuple(undefined)
 
 
-def _predictions(request: QuestionRequest, key: QuestionKey) -> Path:
+def _predictions_path(request: QuestionRequest, key: QuestionKey) -> Path:
     assert request.predictions is not None
-    return request.predictions / f"{_named(key)}.json"
+    return request.predictions / f"{_unique_name(key)}.json"
 
 
-def _named(key: QuestionKey) -> str:
-    """A file name of this measurement alone."""
-    same = hashlib.sha256(json.dumps(records.write(key), sort_keys=True).encode()).hexdigest()[:12]
-    plain = re.sub(r"[^\w.-]", "_", key.set)
-    return f"{plain}-{key.length}-{same}"
+def _unique_name(key: QuestionKey) -> str:
+    """File name that belongs to one key only."""
+    digest = hashlib.sha256(json.dumps(records.to_dict(key), sort_keys=True).encode()).hexdigest()[:12]
+    readable = re.sub(r"[^\w.-]", "_", key.set)
+    return f"{readable}-{key.length}-{digest}"
 
 
-def _kept(request: QuestionRequest, key: QuestionKey) -> Path | None:
-    """Where the answers of an unfinished measurement are kept; nowhere without ``out``."""
+def _partial_path(request: QuestionRequest, key: QuestionKey) -> Path | None:
+    """File for the answers of an unfinished measurement; None without ``out``."""
     if request.out is None:
         return None
-    return request.out.with_name(f"{request.out.name}.{_named(key)}.partial")
+    return request.out.with_name(f"{request.out.name}.{_unique_name(key)}.partial")
 
 
-def _read(path: Path | None) -> list[_Part]:
-    """What is kept; a last line that a kill has left half-written is none."""
+def _read_partial(path: Path | None) -> list[_BatchAnswers]:
+    """Read stored answers, and remove a last line that an interrupted run left incomplete."""
     if path is None or not path.exists():
         return []
-    whole = path.read_bytes()
-    end = whole.rfind(b"\n") + 1
-    if end < len(whole):
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
         os.truncate(path, end)
-    return records.read_lines(_Part, path, "the answers")
+    return records.read_records(_BatchAnswers, path, "the answers")
 
 
-def _keep(path: Path | None, part: _Part) -> None:
+def _append_partial(path: Path | None, batch: _BatchAnswers) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.naming(path), open(path, "ab") as file:
-        file.write(json.dumps(records.write(part)).encode() + b"\n")
+    with files.add_path_to_errors(path), open(path, "ab") as file:
+        file.write(json.dumps(records.to_dict(batch)).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def _forget(request: QuestionRequest, key: QuestionKey | None) -> None:
-    kept = None if key is None else _kept(request, key)
-    if kept is not None:
-        kept.unlink(missing_ok=True)
+def _remove_partial(request: QuestionRequest, key: QuestionKey | None) -> None:
+    path = None if key is None else _partial_path(request, key)
+    if path is not None:
+        path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Measurements as records: what is asked, what each is of, and what came out, kept so that nothing is done twice."""
+"""Resumable measurement records: requests, keys and results of perplexity and exact match."""
 
 import functools
 import os
@@ -14,23 +14,29 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.position_limits import is_random
 from fairseq_rpe.utils import files, records
-from fairseq_rpe.utils.records import Count, Loss, Natural, Perplexity, Share, Unbounded, filled
+from fairseq_rpe.utils.records import Count, Loss, Natural, Perplexity, Share, Unbounded, from_attributes
 
-# Bounds the activations of a batch and, with fairseq, its logits; a longer block or window is a batch of its own.
+# Tokens of a batch: bounds its activations and, with fairseq, its logits. A longer block or window is its own batch.
 BATCH_TOKENS = 2048
 Blocks = Literal["stream", "document"]
 Context = Literal["across documents", "within documents", "separate documents in one row"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overrides:
-    """How checkpoints are loaded; ``None`` leaves a checkpoint's own setting. ``device``: auto, cpu or cuda.
+class EvalOverrides:
+    """Settings that an evaluation replaces in a checkpoint; ``None`` keeps the checkpoint's own.
 
-    ``rpe_module``: Python file with encodings of the user's own.
+    Attributes:
+        rpe: encoding.
+        positions_eval: position transform in evaluation.
+        compute_dtype: dtype of the computation.
+        attention_backend: attention back end.
+        device: auto, cpu or cuda.
+        rpe_module: Python file that registers further encodings.
     """
 
     rpe: str | None = None
-    positions: str | None = None
+    positions_eval: str | None = None
     compute_dtype: str | None = None
     attention_backend: str | None = None
     device: str = "auto"
@@ -39,34 +45,50 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A measurement of a model with an ``encoding``; ``of``: the record that is its key, equal where it is the same."""
+    """One measurement of a model.
 
-    of: ClassVar[type[Any]]
+    Attributes:
+        key_type: the record that identifies the measurement; two results with equal keys measure the same thing.
+        encoding: the encoding that the model was trained with.
+    """
+
+    key_type: ClassVar[type[Any]]
     encoding: str = ""
 
     @property
     def key(self) -> Any:
-        return filled(self.of, self)
+        """The ``key_type`` record with this result's values."""
+        return from_attributes(self.key_type, self)
 
-    def record(self) -> dict[str, object]:
-        """As a line of JSON keeps it: the fields that say something, and what replaces the checkpoint's settings."""
-        return {k: v for k, v in records.write(self).items() if v is not None or k in ("rpe", "positions")}
+    def to_json(self) -> dict[str, object]:
+        """Return the fields that are not None, and always the replaced encoding and positions."""
+        return {k: v for k, v in records.to_dict(self).items() if v is not None or k in ("rpe", "positions")}
 
 
-Found = TypeVar("Found", bound=Result)
+ResultType = TypeVar("ResultType", bound=Result)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextKey:
-    """What a perplexity is of; ``checkpoint`` and ``data`` are digests. Not the engine, which must not matter.
+    """Key of one perplexity. The engine is not part of it: all engines give the same loss.
 
-    ``draws``: of random ``positions`` for each block, whose losses are averaged. ``blocks``, ``separate_documents``:
-    ``None`` is as in the checkpoint's training.
+    Attributes:
+        checkpoint: digest of the checkpoint.
+        data: digest of the corpus.
+        split: name of the scored split.
+        rpe: encoding in place of the checkpoint's.
+        positions: position transform in place of the checkpoint's.
+        compute_dtype: dtype in place of the checkpoint's.
+        attention_prune: threshold below which attention is skipped.
+        draws: samples of random positions for each block, over which losses are averaged.
+        blocks: how the text is split into blocks; None: as in the checkpoint's training.
+        separate_documents: whether documents in one block are separate; None: as in the checkpoint's training.
+        length: tokens of a block.
     """
 
     checkpoint: str
     data: str = ""
-    subset: str
+    split: str
     rpe: str | None = None
     positions: str | None = None
     compute_dtype: str | None = None
@@ -78,21 +100,31 @@ class TextKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRequest(Overrides):
-    """Perplexities of a checkpoint at several block lengths in tokens: the options of ``fairseq-rpe eval``.
+class TextRequest(EvalOverrides):
+    """Perplexities of a checkpoint at several block lengths: the options of ``fairseq-rpe eval``.
 
-    ``max_tokens`` and ``batch_size`` bound a batch, in tokens and in blocks; ``log`` is named where something fails.
-    ``draws``: of random positions for each block; None: one. ``blocks``, ``separate_documents``: ``None`` is as in the
-    checkpoint's training.
+    Attributes:
+        checkpoint: checkpoint file.
+        data: binarised data folder.
+        lengths: block lengths in tokens.
+        split: name of the split to score.
+        engine: fast, or fairseq for fairseq-eval-lm's own code.
+        attention_prune: threshold below which attention is skipped.
+        position_samples: samples of random positions for each block; None: one.
+        blocks: stream or document; None: as in the checkpoint's training.
+        separate_documents: whether documents in one block are separate; None: as in the checkpoint's training.
+        max_tokens: upper limit of the tokens in a batch.
+        batch_size: upper limit of the blocks in a batch.
+        log: log file, named in error messages.
     """
 
     checkpoint: Path
     data: Path
     lengths: Sequence[int]
-    subset: str = "test"
+    split: str = "test"
     engine: Literal["fast", "fairseq"] = "fast"
     attention_prune: float | None = None
-    draws: int | None = None
+    position_samples: int | None = None
     blocks: Blocks | None = None
     separate_documents: bool | None = None
     max_tokens: int | None = None
@@ -100,49 +132,63 @@ class TextRequest(Overrides):
     log: Path | None = None
 
     def check_documents(self) -> None:
-        """Refuse, where no token sees another document, a text that marks none or none long enough.
+        """Check the document boundaries of the text if no token may see another document.
 
         Raises:
-            UserError: the split has no document boundaries, or no document fills a block of the longest length; or
+            UserError: the split has no document boundaries, no document fills a block of the longest length, or
                 blocks of one document are to be separate.
         """
         if self.blocks == "document" and self.separate_documents:
-            raise UserError("--separate-documents is for --blocks stream: give that, or drop it")
+            raise UserError("--separate-documents needs --blocks stream: use that, or drop --separate-documents")
         if self.separate_documents and self.attention_prune is not None:
             raise UserError("--attention-prune does not go with --separate-documents: drop one of them")
         if self.blocks == "document" or self.separate_documents:
-            corpus.check_documents(self.data, self.subset)
+            corpus.check_documents(self.data, self.split)
         if self.blocks == "document":
-            corpus.check_document_block(self.data, self.subset, max(self.lengths))
+            corpus.check_document_block(self.data, self.split, max(self.lengths))
 
     def keys(self) -> list[TextKey]:
-        """A measurement for each length. Raises UserError if the checkpoint, the data or a length cannot be used."""
-        checkpoint_file.check(self.checkpoint)
-        corpus.check_text(self.data, self.subset)
-        tokens = min(corpus.check_block(self.data, self.subset, length) for length in self.lengths)
+        """Return one key for each length.
+
+        Raises:
+            UserError: the checkpoint, the data or a length cannot be used.
+        """
+        checkpoint_file.check_file(self.checkpoint)
+        corpus.check_text_folder(self.data, self.split)
+        tokens = min(corpus.check_block_length(self.data, self.split, length) for length in self.lengths)
         self.check_documents()
         if self.max_tokens and self.max_tokens < (longest := max(self.lengths)):
             raise UserError(f"--max-tokens {self.max_tokens} is less than length {longest}: raise it")
-        units = corpus.read_units(self.data, self.subset)
+        units = corpus.read_units(self.data, self.split)
         if units is not None and units.tokens != tokens:
             raise UserError(
-                f"{self.data}/corpus.json counts {units.tokens} tokens in {self.subset} where the data have {tokens}: "
+                f"{self.data}/corpus.json counts {units.tokens} tokens in {self.split} where the data have {tokens}: "
                 "prepare the corpus again"
             )
-        of = {"checkpoint": files.file_digest(self.checkpoint), "data": corpus.digest(self.data)}
-        draws = self.draws or draws_of(self.positions)
-        return [filled(TextKey, self, **of, draws=draws, length=length) for length in self.lengths]
+        digests = {"checkpoint": files.sha256_of_files(self.checkpoint), "data": corpus.corpus_digest(self.data)}
+        draws = self.position_samples or default_draws(self.positions_eval)
+        return [
+            from_attributes(TextKey, self, **digests, positions=self.positions_eval, draws=draws, length=length)
+            for length in self.lengths
+        ]
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Mean loss in bits of the tokens at positions up to ``upto`` (inclusive) and beyond the bucket before."""
+    """Mean loss by position, in buckets of consecutive positions.
+
+    Attributes:
+        upto: the last position of each bucket, inclusive; a bucket begins after the one before it.
+        loss_base2: mean loss of each bucket in bits per token.
+        tokens: number of scored tokens in each bucket.
+    """
 
     upto: tuple[Natural, ...]
     loss_base2: tuple[float, ...]
     tokens: tuple[Count, ...]
 
     def fault(self) -> str | None:
+        """Return what contradicts in these values as the end of a sentence, or None."""
         if not len(self.upto) == len(self.loss_base2) == len(self.tokens):
             return "has upto, loss_base2 and tokens of different lengths"
         if not self.upto or any(later <= earlier for earlier, later in pairwise(self.upto)):
@@ -152,17 +198,26 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True)
 class TextResult(TextKey, Result):
-    """A perplexity per token over every token of a split, in blocks of at most ``length`` tokens.
+    """Perplexity per token over all tokens of a split, in blocks of at most ``length`` tokens.
 
-    ``context``: whether what a token sees may begin in an earlier document.
+    Optional fields are None where a value was not measured, or not yet recorded when the result was written.
 
-    ``loss_base2`` in bits per token, ``seconds`` of the measurement, ``peak_mb`` in MiB. ``unigram_ppl``: the least
-    that one fixed distribution over the symbols can have on the split, 2 ** entropy of their frequencies.
-    ``train_length``: of the model, in tokens. What was not measured, or not yet when the result was written, is
-    ``None``.
+    Attributes:
+        tokens: number of scored tokens.
+        loss_base2: mean loss in bits per token.
+        ppl: 2 ** ``loss_base2``.
+        seconds: duration of the measurement.
+        bits_per_byte: loss in bits per byte of text.
+        word_ppl: perplexity per word.
+        engine: the engine that measured it.
+        peak_mb: peak memory in MiB.
+        positions_loss: loss by position in the block.
+        unigram_ppl: 2 ** entropy of the symbol frequencies, the lowest perplexity of one fixed distribution.
+        train_length: training length of the model in tokens.
+        context: whether the context of a token may begin in an earlier document.
     """
 
-    of = TextKey
+    key_type = TextKey
     tokens: Count
     loss_base2: Loss
     ppl: Perplexity
@@ -178,10 +233,19 @@ class TextResult(TextKey, Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerKey:
-    """What a share of exact answers is of; ``unit``: of interpolation's ratio, items or tokens.
+class ExactMatchKey:
+    """Key of one exact-match accuracy.
 
-    ``draws``: of random ``positions`` for each example. ``depth``: where the answer stands, of a task that has it.
+    Attributes:
+        checkpoint: digest of the checkpoint.
+        algorithm: spec of the task.
+        split: name of the scored split.
+        rpe: encoding in place of the checkpoint's.
+        positions: position transform in place of the checkpoint's.
+        unit: unit of the interpolation ratio, items or tokens.
+        draws: samples of random positions for each example.
+        depth: relative position of the needle, for tasks with depths.
+        length: number of items.
     """
 
     checkpoint: str
@@ -196,45 +260,68 @@ class AnswerKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerRequest(Overrides):
-    """Exact answers of a checkpoint to its algorithmic task: the options of ``fairseq-rpe accuracy``.
+class ExactMatchRequest(EvalOverrides):
+    """Accuracies of a checkpoint on its algorithmic task: the options of ``fairseq-rpe eval-task``.
 
-    ``lengths`` are numbers of items, by default all there are, and ``depths`` from 0 to 1 of a task that has them;
-    ``unit``: of interpolation's ratio; ``batch_size`` bounds the examples that are answered together.
+    Attributes:
+        checkpoint: checkpoint file.
+        lengths: numbers of items; None: all of the split.
+        depths: depths from 0 to 1, for a task that has them; None: all of the task.
+        split: name of the split to score.
+        ratio_unit: unit of the interpolation ratio.
+        batch_size: upper limit of the examples in a batch.
+        log: log file, named in error messages.
     """
 
     checkpoint: Path
     lengths: Sequence[int] | None = None
     depths: Sequence[float] | None = None
     split: str = "test"
-    unit: Literal["items", "tokens"] = "items"
+    ratio_unit: Literal["items", "tokens"] = "items"
     batch_size: int = 256
     log: Path | None = None
 
-    def keys(self, algorithm: Algorithm) -> list[AnswerKey]:
-        """A measurement for each number of items, and for each depth of a task that has depths.
+    def keys(self, algorithm: Algorithm) -> list[ExactMatchKey]:
+        """Return one key for each number of items, and each depth of a task that has depths.
 
-        Raises UserError: the task has no depths, or no such ones, or no such number of items.
+        Raises:
+            UserError: the task has no depths, or not these depths or numbers of items.
         """
-        of: dict[str, Any] = {"checkpoint": files.file_digest(self.checkpoint), "algorithm": algorithm.spec}
-        of["draws"] = draws_of(self.positions)
-        known: tuple[float | None, ...] = algorithm.depths(self.split)
-        if self.depths and not known:
+        task_depths: tuple[float | None, ...] = algorithm.depths(self.split)
+        if self.depths and not task_depths:
             raise UserError(f"--depths: the {self.split} split of {algorithm.spec} has no depths to choose: drop it")
-        depths = self.depths or known or (None,)
+        depths = self.depths or task_depths or (None,)
         if wrong := next((depth for depth in self.depths or () if not 0 <= depth <= 1), None):
-            raise UserError(f"--depths {wrong:g} is not between 0, the first, and 1, the last: leave it out")
-        if known and (gone := algorithm.lacks(self.split, self.lengths or ())):
-            raise UserError(f"{algorithm.spec} has {gone}")
-        lengths = self.lengths or algorithm.lengths(self.split)
-        return [filled(AnswerKey, self, **of, length=n, depth=depth) for n in lengths for depth in depths]
+            raise UserError(f"--depths {wrong:g} is not between 0 (first) and 1 (last): leave it out")
+        if task_depths and (missing := algorithm.missing_lengths(self.split, self.lengths or ())):
+            raise UserError(f"{algorithm.spec} has {missing}")
+        shared: dict[str, Any] = {
+            "checkpoint": files.sha256_of_files(self.checkpoint),
+            "algorithm": algorithm.spec,
+            "positions": self.positions_eval,
+            "unit": self.ratio_unit,
+            "draws": default_draws(self.positions_eval),
+        }
+        return [
+            from_attributes(ExactMatchKey, self, **shared, length=length, depth=depth)
+            for length in self.lengths or algorithm.lengths(self.split)
+            for depth in depths
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerResult(AnswerKey, Result):
-    """Exact answers to examples of ``length`` items; ``accuracy`` = right / examples, ``transform``: of positions."""
+class ExactMatchResult(ExactMatchKey, Result):
+    """Exact-match accuracy on examples of ``length`` items.
 
-    of = AnswerKey
+    Attributes:
+        examples: number of examples.
+        right: number of examples whose whole answer is right.
+        accuracy: right / examples.
+        transform: spec of the position transform that was used.
+        seconds: duration of the measurement.
+    """
+
+    key_type = ExactMatchKey
     examples: Count
     right: Natural
     accuracy: Share
@@ -242,30 +329,27 @@ class AnswerResult(AnswerKey, Result):
     seconds: float | None = None
 
 
-def context_of(blocks: str, separate: bool) -> Context:
-    """What a token may see of a text.
+def document_context(blocks: str, separate: bool) -> Context:
+    """Return in words which documents a token may see.
 
     Args:
         blocks: stream or document.
         separate: whether documents in one block of a stream are separate.
-
-    Returns:
-        The context in words.
     """
     if separate:
         return "separate documents in one row"
     return "across documents" if blocks == "stream" else "within documents"
 
 
-def draws_of(positions: str | None) -> int | None:
-    """Draws for each block or example where nobody asks for more: one of random positions, none of others."""
+def default_draws(positions: str | None) -> int | None:
+    """Return the default number of position samples: 1 if ``positions`` is a random transform, else None."""
     return 1 if is_random(positions) else None
 
 
-def read(kind: type[Found], path: Path) -> list[Found]:
-    """The results in a JSON-lines file, none if there is no such file.
+def read_results(kind: type[ResultType], path: Path) -> list[ResultType]:
+    """Read the results in a JSON-lines file; return an empty list if the file does not exist.
 
-    They are read once for as long as the file stays the same: a report needs those of each run several times.
+    Parsed results are cached until the file changes, because a report needs those of each run several times.
     """
     try:
         status = os.stat(path)
@@ -276,34 +360,48 @@ def read(kind: type[Found], path: Path) -> list[Found]:
 
 
 @functools.lru_cache(maxsize=256)
-def _read_version(kind: type[Found], path: Path, version: tuple[int, ...]) -> list[Found]:
-    return records.read_lines(kind, path, "the result")
+def _read_version(kind: type[ResultType], path: Path, version: tuple[int, ...]) -> list[ResultType]:
+    return records.read_records(kind, path, "the result")
 
 
-def resumed(
-    kind: type[Found], path: Path | None, wanted: Sequence[Any], begin: Callable[[Any], Callable[[Any], Found]]
-) -> Iterator[Found]:
-    """The result of every key in ``wanted``, in order: the known one, or one that is measured and kept in ``path``.
+def resume_results(
+    kind: type[ResultType],
+    path: Path | None,
+    keys: Sequence[Any],
+    make_evaluator: Callable[[Any], Callable[[Any], ResultType]],
+) -> Iterator[ResultType]:
+    """Yield the result of every key, in order, and measure only those that ``path`` does not have yet.
 
-    ``begin``: called with the keys that are missing, if any: loads what it takes and gives the measurement of a key.
+    Args:
+        kind: type of the results.
+        path: JSON-lines file with earlier results, to which new ones are appended; None: nothing is stored.
+        keys: keys of the requested results.
+        make_evaluator: called once with the missing keys, if there are any; loads the model and returns the function
+            that measures one key.
+
+    Yields:
+        A result, as soon as it is stored.
+
+    Raises:
+        UserError: ``path`` cannot be written.
     """
     if path:
-        files.check_kind("--out", path)
-    known = {result.key: result for result in (read(kind, path) if path else [])}
-    missing = [key for key in wanted if key not in known]
+        files.check_plain_file("--out", path)
+    results = {result.key: result for result in (read_results(kind, path) if path else [])}
+    missing = [key for key in keys if key not in results]
     if path and missing:
-        files.check_file("--out", path)
-    measure = begin(missing) if missing else known.__getitem__
-    for key in wanted:
-        failed: Exception | None = None
-        if key not in known:
-            known[key] = measure(key)
+        files.check_output_file("--out", path)
+    evaluate = make_evaluator(missing) if missing else results.__getitem__
+    for key in keys:
+        failure: Exception | None = None
+        if key not in results:
+            results[key] = evaluate(key)
             try:
                 if path:
-                    files.append_json_line(path, known[key].record())
+                    files.append_json_line(path, results[key].to_json())
             except (OSError, UserError) as error:
-                failed = error
-        # given even where it cannot be kept
-        yield known[key]
-        if failed is not None:
-            raise failed
+                failure = error
+        # yielded first: the caller can still show a result that could not be stored
+        yield results[key]
+        if failure is not None:
+            raise failure

@@ -1,4 +1,4 @@
-"""Draws matplotlib figures from numbers; nothing is read or written here."""
+"""Matplotlib figures drawn from numbers; only ``style.save`` writes files."""
 
-# inches: of a column and of a page as papers in two columns have them
+# widths in inches of a column and of a page of two-column papers
 WIDTHS = {"column": 3.25, "page": 6.75}

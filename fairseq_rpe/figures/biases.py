@@ -1,4 +1,4 @@
-"""Draws additive biases: over distance, exp(bias) as maps of queries and keys, and what training made of them.
+"""Figures of additive biases: over distance, as maps of queries and keys, over training, and reproduced by FIRE.
 
 Source of the kinds of figure: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 7 and 8 (exp(bias) as heat
 maps); FIRE (arXiv 2310.04418), Fig. 4 and 8 (learned biases of one query).
@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter, StrMethodFormatter
 from torch import Tensor
 
+from fairseq_rpe.analysis.fire_theorem import FireFit, PaperFit
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.figures.method_maps import colour_bar, draw_map, map_panels, too_many
+from fairseq_rpe.figures.heat_maps import add_colour_bar, draw_map, exceeds_line_limit, map_panels
 from fairseq_rpe.figures.style import (
     COLUMN,
     DASHES,
@@ -26,45 +27,51 @@ from fairseq_rpe.figures.style import (
     PAGE,
     PALETTE,
     TICK,
-    across,
-    headed,
-    legend_below,
-    looks,
+    add_legend,
+    add_legend_of,
+    assign_looks,
+    figure_width,
+    panel_columns,
     panels,
-    titled,
-    width,
+    set_figure_title,
+    set_title,
 )
 
 _COLUMNS = 4
-_FLOOR = 1e-4  # weights below this are drawn as this: no colour tells them apart
-_LOWEST = -12.0  # nats below a profile's largest value; exp of it is 6e-6 and no attention to speak of
-_BAR = 0.14  # inches across a colour bar, at most
+_MIN_WEIGHT = 1e-4  # smaller weights are drawn as this: their colours could not be distinguished
+_MIN_BIAS = -12.0  # nats below the largest value of a profile; exp(-12) = 6e-6 is negligible attention
+_MIN_ERROR = 1e-18  # nats; smaller errors, 0 among them, are drawn as this
+_BAR_WIDTH = 0.14  # largest width of a colour bar in inches
 _HEADS_MAP, _TIME_MAP = "viridis", "plasma"
 
 
-def heat_maps(maps: Mapping[str, Tensor], step: int, head: int) -> Figure:
-    """exp(bias - largest bias of the row) on a logarithmic scale, a panel for each encoding.
+def draw_bias_maps(maps: Mapping[str, Tensor], step: int, head: int) -> Figure:
+    """Draw exp(bias - largest bias of the row) on a logarithmic scale, a panel for each encoding.
 
-    ``maps``: name -> (n, n) log-bias of query × key, of which the future is not looked at; ``step``: tokens between
-    neighbouring rows and columns; ``head``: from 1, for the title.
+    Args:
+        maps: name -> (n, n) log-bias of query × key; the future is ignored.
+        step: tokens between neighbouring rows and columns.
+        head: number of the head, from 1, for the title.
     """
-    scale = _scale(LogNorm(_FLOOR, 1.0))
+    scale = _scale(LogNorm(_MIN_WEIGHT, 1.0))
     figure, shown = _few_columns(len(maps), 1.0)
     for axes, (name, bias) in zip(shown, maps.items(), strict=True):
-        kept = bias.double().masked_fill(~_past(len(bias)), -torch.inf)
-        weights = (kept - kept.amax(-1, keepdim=True)).exp().clamp_min(_FLOOR)
+        causal = bias.double().masked_fill(~_past(len(bias)), -torch.inf)
+        weights = (causal - causal.amax(-1, keepdim=True)).exp().clamp_min(_MIN_WEIGHT)
         _map(axes, weights, step, scale, name, nbins=3)
-    about = "exp(bias − largest bias of the row)"
-    _bar(figure, shown, scale, about, extend="min")
+    _bar(figure, shown, scale, "exp(bias − largest bias of the row)", extend="min")
     title = f"Weight that the bias alone gives to each key, head {head}"
     return _named(figure, "key (tokens)", "query (tokens)", title)
 
 
-def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> Figure:
-    """exp(bias) as a map per head, keys to the right and queries downwards; the future stays grey.
+def draw_head_maps(bias: Tensor, title: str, heads: Sequence[int], step: int) -> Figure:
+    """Draw exp(bias) as a map per head, keys to the right and queries downwards; the future is grey.
 
-    ``bias``: (H', n, n) log-bias of query × key; ``heads``: indices of the H' heads in their model, for the panels'
-    titles; ``step``: tokens between neighbouring rows and columns. As ``analysis.bias_map`` gives them.
+    Args:
+        bias: (H', n, n) log-bias of query × key, as :func:`fairseq_rpe.analysis.bias_snapshots.bias_map` returns it.
+        title: title of the figure.
+        heads: indices of the H' heads in their model, for the titles of the panels.
+        step: tokens between neighbouring rows and columns.
     """
     count, n, _ = bias.shape
     values = bias.double().cpu().exp()
@@ -82,113 +89,164 @@ def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> 
     return _named(figure, f"key (tokens{every})", f"query (tokens{every})", title)
 
 
-def of_heads(profile: Tensor, title: str) -> Figure:
-    """The log-bias (H, n) of each head over the distances 0 … n-1 in tokens."""
+def draw_head_profiles(profile: Tensor, title: str) -> Figure:
+    """Draw the log-bias (H, n) of each head over the distances 0 … n-1 in tokens."""
     heads, n = profile.shape
     figure, (axes,) = panels(1, 1, (5.6, 3.4 + 0.2 * -(-heads // 4)))
     for head, values in enumerate(profile.double().cpu()):
-        look = {"color": PALETTE[head % len(PALETTE)], "linestyle": DASHES[head // len(PALETTE) % len(DASHES)]}
-        axes.plot(range(n), values, **look, linewidth=1.6, label=f"head {head + 1}")
+        options = {"color": PALETTE[head % len(PALETTE)], "linestyle": DASHES[head // len(PALETTE) % len(DASHES)]}
+        axes.plot(range(n), values, **options, linewidth=1.6, label=f"head {head + 1}")
     axes.set(xlabel="distance (tokens)", ylabel="bias (nats)")
-    titled(axes, title)
+    set_title(axes, title)
     axes.margins(x=0)
-    legend_below(figure, axes, 4)
+    add_legend_of(figure, axes, 4)
     return figure
 
 
-def profiles(values: Mapping[str, Tensor]) -> Figure:
-    """Bias minus its largest value over distance, a panel for each encoding and a line for each head.
+def draw_profiles(values: Mapping[str, Tensor]) -> Figure:
+    """Draw the bias minus its largest value over distance, a panel for each encoding and a line for each head.
 
-    ``values``: name -> (H, n) log-bias over the distances 0 … n-1; H and n the same for all.
+    Args:
+        values: name -> (H, n) log-bias over the distances 0 … n-1, with the same H and n for all.
     """
     heads, n = next(iter(values.values())).shape
     doubles = {name: profile.double() for name, profile in values.items()}
-    below = {k: (bias - bias.amax(-1, keepdim=True)).clamp_min(2 * _LOWEST) for k, bias in doubles.items()}
+    below = {k: (bias - bias.amax(-1, keepdim=True)).clamp_min(2 * _MIN_BIAS) for k, bias in doubles.items()}
     figure = _over_distance(below, range(n), _HEADS_MAP, range(1, heads + 1))
-    figure.axes[0].set_ylim(_LOWEST, 0.4)
+    figure.axes[0].set_ylim(_MIN_BIAS, 0.4)
     return _named(figure, "distance (tokens)", "bias − largest bias (nats)")
 
 
-def compared(values: Mapping[str, Tensor], head: int) -> Figure:
-    """exp(bias - largest bias) of one head over distance + 1, both logarithmic: a power of the distance is straight.
+def draw_weight_comparison(values: Mapping[str, Tensor], head: int) -> Figure:
+    """Draw exp(bias - largest bias) of one head over distance + 1, where powers of the distance are straight lines.
 
-    ``values``: name -> (n,) log-bias over the distances 0 … n-1; ``head``: from 1, for the title. More than twelve have
-    a row each of a heat map instead.
+    Args:
+        values: name -> (n,) log-bias over the distances 0 … n-1; more than twelve are drawn as rows of a heat map.
+        head: number of the head, from 1, for the title.
     """
     title = f"Weight by distance that the bias alone gives, head {head}"
-    if too_many(values):
-        return _compared_map(values, title)
-    figure, (axes,) = panels(1, 1, (width(), 3.4 + 0.2 * -(-len(values) // 3)))
-    shown = looks(list(values))
+    if exceeds_line_limit(values):
+        return _draw_weight_map(values, title)
+    figure, (axes,) = panels(1, 1, (figure_width(), 3.4 + 0.2 * -(-len(values) // 3)))
+    looks = assign_looks(list(values))
     for number, (name, profile) in enumerate(values.items()):
         x = torch.arange(1, len(profile) + 1)
         weights = (profile.double() - profile.max()).exp()
-        # evenly along the axis, and beside those of the line before
+        # markers are evenly spaced along the axis, and shifted from those of the other lines
         marks = [round(2 ** (k + number / len(values))) - 1 for k in range(1, 64) if 2 ** (k + 1) <= len(profile)]
-        axes.plot(x, weights, **shown[name].drawn(), linewidth=1.4, markevery=marks, label=name)
-    axes.set(xscale="log", yscale="log", ylim=(_FLOOR / 10, 2))
+        axes.plot(x, weights, **looks[name].plot_options(), linewidth=1.4, markevery=marks, label=name)
+    axes.set(xscale="log", yscale="log", ylim=(_MIN_WEIGHT / 10, 2))
     axes.set(xlabel="distance + 1 (tokens)", ylabel="exp(bias − largest bias)")
-    titled(axes, title)
+    set_title(axes, title)
     axes.margins(x=0)
-    legend_below(figure, axes)
+    add_legend_of(figure, axes)
     return figure
 
 
-def _compared_map(values: Mapping[str, Tensor], title: str) -> Figure:
-    """Rows by the sum of their weights: those that fall fastest first."""
+def _draw_weight_map(values: Mapping[str, Tensor], title: str) -> Figure:
+    """Draw a heat map, its rows sorted by the sum of their weights: the fastest decay first."""
     weights = {name: (profile.double() - profile.max()).exp() for name, profile in values.items()}
-    shown = [d - 1 for d in _log_spaced(max(map(len, weights.values())))]
+    distances = [d - 1 for d in _log_spaced(max(map(len, weights.values())))]
     order = sorted(weights, key=lambda name: float(weights[name].sum()))
     rows = {
-        name: {float(d + 1): max(float(weights[name][d]), _FLOOR) for d in shown if d < len(weights[name])}
+        name: {float(d + 1): max(float(weights[name][d]), _MIN_WEIGHT) for d in distances if d < len(weights[name])}
         for name in order
     }
     figure, (axes,) = map_panels(1, 1, len(rows))
-    scale = draw_map(axes, rows, LogNorm(_FLOOR, 1.0), title)
+    scale = draw_map(axes, rows, LogNorm(_MIN_WEIGHT, 1.0), title)
     axes.set_xlabel("distance + 1 (tokens)")
-    colour_bar(figure, [axes], scale, "exp(bias − largest bias)", extend="min")
+    add_colour_bar(figure, [axes], scale, "exp(bias − largest bias)", extend="min")
     return figure
 
 
 def _log_spaced(n: int) -> list[int]:
-    """Whole numbers from 1 to n, about evenly on a logarithmic scale."""
+    """Return whole numbers from 1 to n, about evenly spaced on a logarithmic scale."""
     return sorted({round(n ** (k / 40)) for k in range(41)})
 
 
-def of_queries(biases: Mapping[int, Tensor], name: str, layers: Sequence[int] = ()) -> Figure:
-    """What a learned bias gives to the keys of a few queries: rows for each query, a panel for each layer.
+def draw_query_biases(biases: Mapping[int, Tensor], name: str, layers: Sequence[int] = ()) -> Figure:
+    """Draw the learned bias of a few queries over key positions: rows for each query, a panel for each layer.
 
-    ``biases``: query position i -> (layers, H, i + 1) bias over key positions 0 … i; ``name``: of the encoding;
-    ``layers``: their numbers from 0 in the model, for the titles, if these are not all of them.
+    Args:
+        biases: query position i -> (layers, H, i + 1) bias over key positions 0 … i.
+        name: name of the encoding.
+        layers: numbers of the layers in the model, from 0, if ``biases`` does not have all of them.
     """
     count, heads, _ = next(iter(biases.values())).shape
-    columns = across(count, _COLUMNS, 1.5)
+    columns = panel_columns(count, _COLUMNS, 1.5)
     rows = -(-count // columns)
     size = min(PAGE, max(COLUMN, 1.2 + 1.9 * columns)), 0.7 + 1.5 * rows * len(biases)
-    figure, made = panels(rows * len(biases), columns, size, sharey=True, sharex="row")
+    figure, all_axes = panels(rows * len(biases), columns, size, sharey=True, sharex="row")
     for number, (query, values) in enumerate(biases.items()):
-        own = made[number * rows * columns :][: rows * columns]
-        for axes, place in zip(own, range(count), strict=False):
+        query_axes = all_axes[number * rows * columns :][: rows * columns]
+        for axes, layer in zip(query_axes, range(count), strict=False):
             for head, colour in enumerate(_ramp(_HEADS_MAP, heads)):
-                axes.plot(range(query + 1), values[place, head].double(), color=colour, linewidth=1.3)
-            where = f", layer {layers[place] if layers else place}" if layers or count > 1 else ""
-            titled(axes, f"query {query}{where}")
+                axes.plot(range(query + 1), values[layer, head].double(), color=colour, linewidth=1.3)
+            suffix = f", layer {layers[layer] if layers else layer}" if layers or count > 1 else ""
+            set_title(axes, f"query {query}{suffix}")
             axes.margins(x=0)
-        for axes in own[count:]:
+        for axes in query_axes[count:]:
             axes.set_visible(False)
-    _ramp_bar(figure, made, _HEADS_MAP, range(1, heads + 1))
+    _ramp_bar(figure, all_axes, _HEADS_MAP, range(1, heads + 1))
     return _named(figure, "key position (tokens)", "bias (nats)", f"Learned bias of {name}")
 
 
-def over_training(values: Mapping[str, Tensor], distances: Sequence[int], steps: Sequence[int], name: str) -> Figure:
-    """Bias minus its value at distance 0 over distance, coloured by the update, a panel for each head.
+def draw_bias_over_training(
+    values: Mapping[str, Tensor], distances: Sequence[int], steps: Sequence[int], name: str
+) -> Figure:
+    """Draw the bias minus its value at distance 0 over distance, coloured by the update, a panel for each head.
 
-    ``values``: panel title, e.g. "layer 0, head 1" -> (len(steps), len(distances)) log-bias; ``distances`` in tokens;
-    ``steps``: updates done, rising; ``name``: of the encoding.
+    Args:
+        values: title of a panel, such as "layer 0, head 1" -> (len(steps), len(distances)) log-bias.
+        distances: in tokens.
+        steps: numbers of updates, increasing.
+        name: name of the encoding.
     """
     changes = {title: bias.double() - bias[:, :1] for title, bias in values.items()}
     figure = _over_distance(changes, distances, _TIME_MAP, steps)
     return _named(figure, "distance (tokens)", "bias − bias at distance 0 (nats)", f"Bias of {name} over its training")
+
+
+def draw_constructions(name: str, target: Tensor, ours: FireFit, papers: Sequence[PaperFit]) -> Figure:
+    """Draw a bias, the FIREs that reproduce it, and their errors (arXiv 2310.04418, Theorem 3.1).
+
+    The left panel has the bias of the first and the last head, the right one the largest error of any head.
+
+    Args:
+        name: name of the encoding.
+        target: (H, N) float64 log-bias of all heads over the distances 0 … N-1.
+        ours: construction with ReLUs, of all heads.
+        papers: the paper's constructions, together of all heads; may be empty.
+    """
+    fits = {"ours, ReLUs" if ours.hidden else "ours, a line": ours.values}
+    if papers:
+        sigma = papers[0].sigma
+        label = "the paper's, a line" if sigma == "x" else f"the paper's, σ(x) = {sigma}"
+        fits[label] = lambda dtype=torch.float64: torch.cat([fit.values(dtype) for fit in papers])
+    columns = panel_columns(2, 2)
+    figure, (left, right) = panels(2 // columns, columns, (PAGE, 3.4 if columns == 2 else 5.4))
+    heads = dict.fromkeys((0, len(target) - 1))
+    for head in heads:
+        _plot_values(left, target[head], f"{name}" if not head else None, color="0.8", linewidth=5.0)
+    for number, (label, values) in enumerate(fits.items()):
+        bias = values()
+        for head in heads:
+            _plot_values(left, bias[head], None, color=PALETTE[number], linestyle=DASHES[number], linewidth=1.3)
+        for dtype, dashes in ((torch.float64, DASHES[0]), (torch.float32, DASHES[2])):
+            error = (values(dtype) - target).abs().amax(0).clamp_min(_MIN_ERROR)
+            digits = str(dtype).removeprefix("torch.")
+            _plot_values(right, error, f"{label}, {digits}", color=PALETTE[number], linestyle=dashes, linewidth=1.1)
+    set_title(left, "bias of the first and last head" if len(heads) > 1 else "bias")
+    set_title(right, "largest error of a head")
+    left.set(xlabel="distance (tokens)", ylabel="bias (nats)")
+    right.set(xlabel="distance (tokens)", ylabel="error (nats)", yscale="log")
+    add_legend(figure, ncols=2)
+    return figure
+
+
+def _plot_values(axes: Axes, values: Tensor, label: str | None, **options: object) -> None:
+    axes.plot(range(len(values)), values, label=label, **options)
+    axes.margins(x=0)
 
 
 def _past(n: int) -> Tensor:
@@ -200,33 +258,33 @@ def _scale(norm: Normalize) -> ScalarMappable:
 
 
 def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: str, nbins: int) -> None:
-    """(n, n) values of query × key, the future left out."""
+    """Draw a map of values (n, n) of query × key without the future."""
     n = len(values)
     low, high = -step / 2, (n - 0.5) * step
-    shown = values.masked_fill(~_past(n), torch.nan)
-    # nearest: a blend of two cells is nobody's bias
-    axes.imshow(shown, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", extent=(low, high, high, low))
-    titled(axes, title)
+    causal = values.masked_fill(~_past(n), torch.nan)
+    # interpolation="nearest": blended pixels would show biases that no pair has
+    axes.imshow(causal, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", extent=(low, high, high, low))
+    set_title(axes, title)
     axes.locator_params(nbins=nbins, integer=True)
 
 
 def _named(figure: Figure, x: str, y: str, title: str = "") -> Figure:
     if title:
-        headed(figure, title, NAME + 1)
+        set_figure_title(figure, title, NAME + 1)
     figure.supxlabel(x, fontsize=NAME)
     figure.supylabel(y, fontsize=NAME)
     return figure
 
 
 def _few_columns(count: int, shape: float, grid: bool = False) -> tuple[Figure, list[Axes]]:
-    """``count`` panels, ``shape`` as high as wide."""
+    """Return ``count`` panels whose height is ``shape`` times their width."""
     if not count:
         raise UserError("there is nothing to draw: name an encoding with an additive bias")
-    columns = across(count, _COLUMNS, 1.5)
-    wide = (width(_COLUMNS) - 1.2) / across(_COLUMNS, _COLUMNS, 1.5)
+    columns = panel_columns(count, _COLUMNS, 1.5)
+    wide = (figure_width(_COLUMNS) - 1.2) / panel_columns(_COLUMNS, _COLUMNS, 1.5)
     figure, shown = _tiles(count, columns, (wide, shape * wide + 0.25), (1.2, 0.8), grid)
     for axes in shown[-columns:]:
-        # the lowest panel of a column, where the grid is not full
+        # the last panel of each column has tick labels, also where the last row is not full
         axes.tick_params(labelbottom=True)
     return figure, shown
 
@@ -234,19 +292,19 @@ def _few_columns(count: int, shape: float, grid: bool = False) -> tuple[Figure, 
 def _tiles(
     count: int, columns: int, size: tuple[float, float], margin: tuple[float, float], grid: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """``count`` panels with the same axes, the last row perhaps not full; ``size`` of each."""
+    """Return ``count`` panels of one size with shared axes; the last row may not be full."""
     rows = -(-count // columns)
-    whole = margin[0] + size[0] * columns, margin[1] + size[1] * rows
-    figure, made = panels(rows, columns, whole, grid=grid, sharex=True, sharey=True)
-    for axes in made[count:]:
+    figure_size = margin[0] + size[0] * columns, margin[1] + size[1] * rows
+    figure, all_axes = panels(rows, columns, figure_size, grid=grid, sharex=True, sharey=True)
+    for axes in all_axes[count:]:
         axes.set_visible(False)
-    return figure, made[:count]
+    return figure, all_axes[:count]
 
 
 def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp: str, of: Sequence[int]) -> Figure:
-    """A panel for each title, in it a line for each row of (lines, len(distances)) in a colour of the ramp.
+    """Draw a panel for each title, with a line for each row of (lines, len(distances)) in a colour of the ramp.
 
-    ``of``: the head or the update of each line.
+    ``of``: head or update of each line.
     """
     figure, shown = _few_columns(len(values), 0.85, grid=True)
     ticks = [d for d in (0, 1, 8, 64, 512, 4096, 32768) if d <= distances[-1]]
@@ -258,18 +316,18 @@ def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.set_xlim(0, distances[-1])
-        titled(axes, title)
+        set_title(axes, title)
     _ramp_bar(figure, shown, ramp, of)
     return figure
 
 
 def _ramp(name: str, count: int) -> list[Any]:
-    # the last tenth is too pale for a line
+    # without the last tenth of the colour map, which is too pale for a line
     return [colormaps[name](0.9 * k / max(1, count - 1)) for k in range(count)]
 
 
 def _ramp_bar(figure: Figure, panels: list[Axes], name: str, of: Sequence[int]) -> None:
-    """Which colour is which: heads have one each, updates go over into each other."""
+    """Add the colour bar of a ramp: discrete for heads, continuous for updates."""
     if len(of) < 2:
         return
     if name == _TIME_MAP:
@@ -278,15 +336,15 @@ def _ramp_bar(figure: Figure, panels: list[Axes], name: str, of: Sequence[int]) 
         return
     edges = [head - 0.5 for head in (*of, of[-1] + 1)]
     heads = ScalarMappable(BoundaryNorm(edges, len(of)), ListedColormap(_ramp(name, len(of))))
-    # of many heads not each has a number
+    # at most about eight heads have a tick
     bar = _bar(figure, panels, heads, "head", ticks=list(of)[:: -(-len(of) // 8)])
     bar.minorticks_off()
     bar.ax.tick_params(length=0)
 
 
-def _bar(figure: Figure, panels: list[Axes], scale: ScalarMappable, label: str, **how: Any) -> Colorbar:
-    thin = max(20.0, 0.8 * figure.get_figheight() / _BAR)
-    bar = figure.colorbar(scale, ax=panels, shrink=0.8, pad=0.02, aspect=thin, **how)
+def _bar(figure: Figure, panels: list[Axes], scale: ScalarMappable, label: str, **options: Any) -> Colorbar:
+    aspect = max(20.0, 0.8 * figure.get_figheight() / _BAR_WIDTH)
+    bar = figure.colorbar(scale, ax=panels, shrink=0.8, pad=0.02, aspect=aspect, **options)
     bar.set_label(label, fontsize=NAME)
     bar.ax.tick_params(labelsize=TICK)
     if isinstance(bar.formatter, ScalarFormatter):

@@ -1,4 +1,4 @@
-"""Draws receptive fields, theoretical and empirical, against ε (arXiv 2307.10156, Eq. 22 and appendix)."""
+"""Figures of receptive fields, theoretical and empirical, against ε (arXiv 2307.10156, Eq. 22 and appendix)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,81 +12,93 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator, StrMethodFormatter
 from torch import Tensor
 
-from fairseq_rpe.analysis.bias_map import some_heads
-from fairseq_rpe.analysis.empirical_receptive_field import quantised, thinned
-from fairseq_rpe.figures.line_labels import End, name_ends
-from fairseq_rpe.figures.method_maps import Rows, best_first, colour_bar, draw_map, map_panels, scale_of, too_many
+from fairseq_rpe.analysis.bias_snapshots import spread_heads
+from fairseq_rpe.analysis.empirical_receptive_field import log_spaced, quantised_curve
+from fairseq_rpe.figures.heat_maps import (
+    Rows,
+    add_colour_bar,
+    colour_norm,
+    draw_map,
+    exceeds_line_limit,
+    map_panels,
+    sort_best_first,
+)
 from fairseq_rpe.figures.style import (
     COLUMN,
     NAME,
     PAGE,
     TICK,
-    across,
-    headed,
-    legend_below,
-    legend_of_all,
-    lengths_along,
-    looks,
+    LineEnd,
+    add_legend,
+    add_legend_of,
+    assign_looks,
+    figure_width,
+    label_line_ends,
+    panel_columns,
     panels,
-    titled,
-    width,
+    set_figure_title,
+    set_length_axis,
+    set_title,
 )
 
-_LEAST = 1e-6  # of the largest δ; smaller ones are not drawn
-_BIAS: dict[str, Any] = {"linestyle": "-", "linewidth": 3.0, "alpha": 0.35}  # a pale band under the measured line
+_MIN_DELTA = 1e-6  # relative to the largest δ; smaller ones are not drawn
+_BIAS: dict[str, Any] = {"linestyle": "-", "linewidth": 3.0, "alpha": 0.35}  # a pale band below the measured line
 Curve = tuple[list[float], Tensor]
 Curves = Mapping[str, Sequence[tuple[Tensor, Tensor]]]  # encoding -> ε and TRF of each of its heads
 
 
-def theoretical(curves: Curves, keys: int | None = None, title: str = "Theoretical receptive field") -> Figure:
-    """TRF in keys against ε, both logarithmic; with ``keys`` m the quantised curves, TRF / m against ε, both linear.
+def draw_theoretical(curves: Curves, keys: int | None = None, title: str = "Theoretical receptive field") -> Figure:
+    """Draw theoretical receptive fields against ε, which decreases to the right, as in the paper.
 
-    ε falls to the right, as in the paper. Of several heads the first is thick, the others are thin. More than twelve
-    encodings have a row each of a heat map instead, of their first heads.
+    Args:
+        curves: encoding -> (ε, TRF in keys) of each head; the first head is thick. More than twelve encodings are drawn
+            as rows of a heat map of their first heads.
+        keys: m of the quantised curves TRF / m; both axes are then linear, otherwise logarithmic.
+        title: title of the figure.
     """
-    if too_many(curves):
+    if exceeds_line_limit(curves):
         return _theoretical_map(curves, keys, title)
-    figure, (axes,) = panels(1, 1, (width(), 3.6))
-    shown = looks(list(curves))
+    figure, (axes,) = panels(1, 1, (figure_width(), 3.6))
+    looks = assign_looks(list(curves))
     ends = []
     for name, heads in curves.items():
-        how = {"color": shown[name].colour, "linestyle": shown[name].dashes}
+        look = {"color": looks[name].colour, "linestyle": looks[name].dashes}
         for i, (x, y) in enumerate(heads):
-            own = {"label": "_", "linewidth": 0.9, "alpha": 0.6} if i else {"label": name, "linewidth": 1.9}
-            axes.plot(x, y, **how, **own, drawstyle="steps-mid" if keys else "default")
-        # there may be no head, or a field for none of the ε
-        points = [(float(e), float(n)) for of in heads[:1] for e, n in zip(*of, strict=True)]
+            weight = {"label": "_", "linewidth": 0.9, "alpha": 0.6} if i else {"label": name, "linewidth": 1.9}
+            axes.plot(x, y, **look, **weight, drawstyle="steps-mid" if keys else "default")
+        # empty if there is no head, or no field at any ε
+        points = [(float(e), float(n)) for curve in heads[:1] for e, n in zip(*curve, strict=True)]
         if points:
             label = name if len(heads) == 1 else f"{name}, head 1"
-            ends.append(End(label, *min(points), shown[name].colour))
+            ends.append(LineEnd(label, *min(points), looks[name].colour))
     thin = ", thin: other heads" if any(len(heads) > 1 for heads in curves.values()) else ""
     axes.set_xlabel("ε, part of the weight that is left out")
     if keys:
         axes.set(xlim=(1, 0), ylabel="TRF / m")
-        titled(axes, f"Quantised TRF, first {keys} distances{thin}")
-        # at ε = 0 all lines meet
-        legend_below(figure, axes)
+        set_title(axes, f"Quantised TRF, first {keys} distances{thin}")
+        # a legend, because all lines end in the same point at ε = 0
+        add_legend_of(figure, axes)
     else:
         axes.set(xscale="log", yscale="log", ylabel="TRF (keys)")
-        # the field grows to the right, as in the paper
+        # ε decreases to the right, as in the paper
         axes.invert_xaxis()
-        titled(axes, title + thin)
-        name_ends(figure, {axes: ends})
+        set_title(axes, title + thin)
+        label_line_ends(figure, {axes: ends})
     return figure
 
 
 def _theoretical_map(curves: Curves, keys: int | None, title: str) -> Figure:
-    """Encodings × ε, the widest field last."""
+    """Draw encodings × ε as a heat map, the widest field last."""
     several = any(len(heads) > 1 for heads in curves.values())
-    rows = best_first({name: _points(*heads[0]) if heads else {} for name, heads in curves.items()})
-    ordered = {name: dict(sorted(own.items(), reverse=True)) for name, own in rows.items()}
+    rows = sort_best_first({name: _points(*heads[0]) if heads else {} for name, heads in curves.items()})
+    ordered = {name: dict(sorted(points.items(), reverse=True)) for name, points in rows.items()}
     figure, (axes,) = map_panels(1, 1, len(ordered))
     about = f"Quantised TRF, first {keys} distances" if keys else title
-    norm = Normalize(0, 1) if keys else scale_of(ordered)
+    norm = Normalize(0, 1) if keys else colour_norm(ordered)
     scale = draw_map(axes, ordered, norm, about + ", head 1" * several, numbers=ordered, continuous=bool(keys))
     axes.invert_xaxis()
     axes.set_xlabel("ε, part of the weight that is left out")
-    colour_bar(figure, [axes], scale, "TRF / m" if keys else "TRF (keys)")
+    add_colour_bar(figure, [axes], scale, "TRF / m" if keys else "TRF (keys)")
     return figure
 
 
@@ -95,11 +107,15 @@ def _points(x: Tensor | Sequence[float], y: Tensor | Sequence[float]) -> dict[fl
 
 
 @dataclass(frozen=True)
-class Mass:
-    """What was measured of a model that was trained at ``train_length`` tokens.
+class AttentionMass:
+    """Attention of a model by distance.
 
-    ``mass``: (layers, heads, length) mean attention by distance; ``bias_mass``: that of its bias alone, if it has one;
-    ``series``: (layers, heads, length) exp(bias) by distance, of which the sum over distances is 1, if it has one.
+    Attributes:
+        label: name of the model.
+        train_length: training length in tokens.
+        mass: (layers, heads, length) mean attention by distance.
+        bias_mass: the same of its bias alone; None without a bias.
+        series: (layers, heads, length) exp(bias) by distance, normalised to the sum 1; None without a bias.
     """
 
     label: str
@@ -109,38 +125,40 @@ class Mass:
     series: Tensor | None = field(default=None, kw_only=True)
 
     def quantised_erf(self) -> tuple[Tensor, Tensor]:
-        """ε (50,) and n / length (50,) of the attention, averaged over layers and heads."""
-        return quantised(self.mass.mean((0, 1)))
+        """Return ε (50,) and n / length (50,) of the attention, averaged over layers and heads."""
+        return quantised_curve(self.mass.mean((0, 1)))
 
     def quantised_trf(self) -> tuple[Tensor, Tensor] | None:
-        """The same of exp(bias), whose series then ends after ``length`` distances; ``None`` without a bias."""
-        return None if self.series is None else quantised(self.series.mean((0, 1)))
+        """Return the same of exp(bias), whose series ends after ``length`` distances; ``None`` without a bias."""
+        return None if self.series is None else quantised_curve(self.series.mean((0, 1)))
 
 
-def empirical(found: Sequence[Mass], epsilons: Sequence[float]) -> Figure:
-    """1 - mass of the nearest keys against their number: read at height ε it is n_emp(ε) of the mean curve.
+def draw_empirical(models: Sequence[AttentionMass], epsilons: Sequence[float]) -> Figure:
+    """Draw 1 - mass of the nearest keys against their number; at the height ε it is n_emp(ε) of the mean attention.
 
-    More than twelve models have a row each of heat maps instead.
+    Args:
+        models: measured models; more than twelve are drawn as rows of heat maps.
+        epsilons: values of ε, drawn as horizontal lines.
     """
-    length = found[0].mass.shape[-1]
-    shown = thinned(length - 1)
-    keys = [d + 1 for d in shown]
+    length = models[0].mass.shape[-1]
+    distances = log_spaced(length - 1)
+    keys = [d + 1 for d in distances]
 
     def left_out(mass: Tensor) -> Curve:
-        return keys, (1 - mass.mean(0).cumsum(-1))[:, shown].clamp_min(0)
+        return keys, (1 - mass.mean(0).cumsum(-1))[:, distances].clamp_min(0)
 
-    if too_many([one.label for one in found]):
+    if exceeds_line_limit([model.label for model in models]):
         spaced = [n - 1 for n in sorted({round((length - 1) ** (k / 40)) for k in range(41)})]
 
         def at_keys(mass: Tensor) -> Curve:
             return [d + 1 for d in spaced], (1 - mass.mean(0).cumsum(-1))[:, spaced].clamp_min(min(epsilons) / 3)
 
         scale = LogNorm(min(epsilons) / 3, 1)
-        return _head_maps(found, at_keys, scale, "nearest keys j (tokens)", "attention beyond the nearest j keys")
-    figure, made = _per_head(found, left_out)
-    trained = sorted({one.train_length for one in found})
+        return _head_maps(models, at_keys, scale, "nearest keys j (tokens)", "attention beyond the nearest j keys")
+    figure, all_axes = _per_head(models, left_out)
+    trained = sorted({model.train_length for model in models})
     thin: dict[str, Any] = {"color": "0.7", "linewidth": 0.8, "linestyle": ":", "zorder": 0}
-    for axes in made:
+    for axes in all_axes:
         for epsilon in epsilons:
             axes.axhline(epsilon, **thin)
         for n in trained:
@@ -149,76 +167,85 @@ def empirical(found: Sequence[Mass], epsilons: Sequence[float]) -> Figure:
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set(yscale="log", xlim=(1, length), ylim=(min(epsilons) / 3, 1))
-    beside: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "verticalalignment": "center"}
-    for axes in made:
+    placement: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "verticalalignment": "center"}
+    for axes in all_axes:
         if axes.get_subplotspec().is_last_col():
             for epsilon in epsilons:
-                axes.annotate(f"ε = {epsilon:g}", (length, epsilon), **beside, fontsize=TICK - 1, color="0.35")
-    headed(figure, f"blocks of {length} tokens; trained at {' or '.join(map(str, trained))} (dotted)")
-    _below(made, "nearest keys j (tokens)")
+                axes.annotate(f"ε = {epsilon:g}", (length, epsilon), **placement, fontsize=TICK - 1, color="0.35")
+    set_figure_title(figure, f"blocks of {length} tokens; trained at {' or '.join(map(str, trained))} (dotted)")
+    _below(all_axes, "nearest keys j (tokens)")
     figure.supylabel("attention beyond the nearest j keys", fontsize=NAME)
     return figure
 
 
-def empirical_quantised(found: Sequence[Mass]) -> Figure:
-    """The figure of the paper: n / length against ε from 1 down to 0."""
+def draw_empirical_quantised(models: Sequence[AttentionMass]) -> Figure:
+    """Draw the quantised field n / length against ε from 1 down to 0, as the paper's figure, a panel for each head."""
 
     def steps(mass: Tensor) -> Curve:
-        epsilons, part = quantised(mass.mean(0))
-        return epsilons.tolist(), part
+        epsilons, values = quantised_curve(mass.mean(0))
+        return epsilons.tolist(), values
 
-    beside = f"nearest keys needed / {found[0].mass.shape[-1]} tokens"
-    if too_many([one.label for one in found]):
-        return _head_maps(found, steps, Normalize(0, 1), "ε, the part of the attention left out", beside, flip=True)
-    figure, made = _per_head(found, steps)
-    for axes in made:
+    y_label = f"nearest keys needed / {models[0].mass.shape[-1]} tokens"
+    if exceeds_line_limit([model.label for model in models]):
+        return _head_maps(models, steps, Normalize(0, 1), "ε, the part of the attention left out", y_label, flip=True)
+    figure, all_axes = _per_head(models, steps)
+    for axes in all_axes:
         axes.set(xlim=(1, 0), ylim=(0, 1))
-    _below(made, "ε, the part of the attention left out")
-    figure.supylabel(beside, fontsize=NAME)
+    _below(all_axes, "ε, the part of the attention left out")
+    figure.supylabel(y_label, fontsize=NAME)
     return figure
 
 
-def paired(found: Sequence[Mass]) -> Figure:
-    """The paper's Figures 5 and 6: a panel of the empirical field and one of the theoretical, a curve for each method.
+def draw_empirical_and_theoretical(models: Sequence[AttentionMass]) -> Figure:
+    """Draw the paper's Figures 5 and 6: a panel of empirical fields and one of theoretical ones, a curve per method.
 
-    Both are quantised, n / length against ε from 1 down to 0, of the mean over layers and heads. A method without an
-    additive bias has no theoretical field; without any such method there is one panel.
+    Both are quantised, n / length against ε from 1 down to 0, averaged over layers and heads. A method without an
+    additive bias has no theoretical field; if no method has one, there is one panel.
+
+    Args:
+        models: measured models; more than twelve are drawn as rows of heat maps.
     """
-    length = found[0].mass.shape[-1]
-    measured = {one.label: one.quantised_erf() for one in found}
-    theory = {one.label: curve for one in found if (curve := one.quantised_trf()) is not None}
+    length = models[0].mass.shape[-1]
+    measured = {model.label: model.quantised_erf() for model in models}
+    theory = {model.label: curve for model in models if (curve := model.quantised_trf()) is not None}
     drawn = {"empirical (ERF)": measured, "theoretical (TRF)": theory} if theory else {"empirical (ERF)": measured}
-    columns = across(len(drawn), 2)
+    columns = panel_columns(len(drawn), 2)
     lines = -(-len(drawn) // columns)
-    below, beside = "ε, the part left out", f"nearest keys / {length} tokens"
-    if too_many(measured):
-        figure, made = map_panels(lines, columns, len(measured))
-        order = best_first({label: _points(*curve) for label, curve in measured.items()})
-        for axes, (title, curves) in zip(made, drawn.items(), strict=False):
+    x_label, y_label = "ε, the part left out", f"nearest keys / {length} tokens"
+    if exceeds_line_limit(measured):
+        figure, all_axes = map_panels(lines, columns, len(measured))
+        order = sort_best_first({label: _points(*curve) for label, curve in measured.items()})
+        for axes, (title, curves) in zip(all_axes, drawn.items(), strict=False):
             rows = {label: _points(*curves[label]) if label in curves else {} for label in order}
             scale = draw_map(axes, rows, Normalize(0, 1), title, continuous=True)
             axes.invert_xaxis()
-            axes.set_xlabel(below)
-        colour_bar(figure, made, scale, beside)
+            axes.set_xlabel(x_label)
+        add_colour_bar(figure, all_axes, scale, y_label)
         return figure
-    figure, made = panels(lines, columns, (width(columns), 0.8 + 2.6 * lines), sharex=True, sharey=True)
-    shown = looks(list(measured))
-    for axes, (title, curves) in zip(made, drawn.items(), strict=False):
-        for label, (epsilons, part) in curves.items():
-            axes.plot(epsilons, part, **shown[label].drawn(), linewidth=1.4, markevery=7, label=label)
+    figure, all_axes = panels(lines, columns, (figure_width(columns), 0.8 + 2.6 * lines), sharex=True, sharey=True)
+    looks = assign_looks(list(measured))
+    for axes, (title, curves) in zip(all_axes, drawn.items(), strict=False):
+        for label, (epsilons, values) in curves.items():
+            axes.plot(epsilons, values, **looks[label].plot_options(), linewidth=1.4, markevery=7, label=label)
         axes.set(xlim=(1, 0), ylim=(0, 1))
-        titled(axes, title)
-    _below(made, below)
-    figure.supylabel(beside, fontsize=NAME)
-    legend_below(figure, made[0], 4)
+        set_title(axes, title)
+    _below(all_axes, x_label)
+    figure.supylabel(y_label, fontsize=NAME)
+    add_legend_of(figure, all_axes[0], 4)
     return figure
 
 
 @dataclass(frozen=True)
-class Lost:
-    """δ(i, j) of a model that was trained at ``train_length`` tokens, in blocks of ``length``, and its bound.
+class TruncationErrors:
+    """Output error δ(i, j) of truncated attention of a model, and its bound.
 
-    ``keys``: J numbers j of nearest keys; ``delta`` and ``bound``: (layers, J), the largest of any head and row.
+    Attributes:
+        label: name of the model.
+        train_length: training length in tokens.
+        length: length of the evaluated blocks in tokens.
+        keys: J numbers j of nearest keys.
+        delta: (layers, J) largest δ of any head and query.
+        bound: (layers, J) largest bound of any head and query.
     """
 
     label: str
@@ -236,105 +263,107 @@ _DELTA = (
 )
 
 
-def truncated(found: Sequence[Lost]) -> Figure:
-    """δ against j, a panel for each of a few layers: lines measured, pale bands the bound.
+def draw_truncation_errors(models: Sequence[TruncationErrors]) -> Figure:
+    """Draw δ against j, a panel for each of up to four layers: measured lines, and the bounds as pale bands.
 
-    More than twelve models have a row each of heat maps instead, of what was measured.
+    Args:
+        models: measured models; more than twelve are drawn as rows of heat maps of δ.
     """
-    chosen = some_heads(min(len(one.delta) for one in found))
-    columns = across(len(chosen), 2)
+    chosen = spread_heads(min(len(model.delta) for model in models))
+    columns = panel_columns(len(chosen), 2)
     rows = -(-len(chosen) // columns)
-    heading = f"blocks of {found[0].length} tokens; {_DELTA}"
-    if too_many([one.label for one in found]):
-        maps = [{one.label: _points(one.keys, one.delta[layer].clamp_min(0)) for one in found} for layer in chosen]
-        top = max(float(one.delta.max()) for one in found)
-        figure, made = map_panels(rows, columns, len(found))
-        for axes, layer, own in zip(made, chosen, maps, strict=False):
-            scale = draw_map(axes, own, LogNorm(1e-3 * top, top) if top > 0 else Normalize(0, 1), f"layer {layer}")
+    heading = f"blocks of {models[0].length} tokens; {_DELTA}"
+    if exceeds_line_limit([model.label for model in models]):
+        maps = [{m.label: _points(m.keys, m.delta[layer].clamp_min(0)) for m in models} for layer in chosen]
+        top = max(float(model.delta.max()) for model in models)
+        figure, all_axes = map_panels(rows, columns, len(models))
+        for axes, layer, points in zip(all_axes, chosen, maps, strict=False):
+            scale = draw_map(axes, points, LogNorm(1e-3 * top, top) if top > 0 else Normalize(0, 1), f"layer {layer}")
             axes.set_xlabel("nearest keys j (tokens)")
-        for axes in made[len(chosen) :]:
+        for axes in all_axes[len(chosen) :]:
             axes.set_visible(False)
-        headed(figure, heading, TICK)
-        colour_bar(figure, made, scale, "δ(i, j), largest of any head and query", extend="min")
+        set_figure_title(figure, heading, TICK)
+        add_colour_bar(figure, all_axes, scale, "δ(i, j), largest of any head and query", extend="min")
         return figure
-    figure, made = panels(rows, columns, (PAGE if columns == 2 else COLUMN, 1.2 + 2.3 * rows), sharex=True, sharey=True)
-    shown = looks([one.label for one in found])
-    handles = [Line2D([], [], **shown[one.label].drawn(), label=one.label) for one in found]
-    for axes, layer in zip(made, chosen, strict=False):
-        for one in found:
-            look = shown[one.label].drawn()
-            axes.plot(one.keys, one.bound[layer], **{**_BIAS, "color": look["color"]})
-            axes.plot(one.keys, one.delta[layer], **look, markevery=2, linewidth=1.2)
-        titled(axes, f"layer {layer}")
-    seen = torch.cat([one.delta[one.delta > _LEAST * one.delta.max()] for one in found])
-    if len(seen):  # one token has no key to leave out: all differences are 0, which has no logarithm
-        made[0].set(yscale="log", ylim=(seen.min().item() / 2, 2 * max(one.bound.max().item() for one in found)))
-    lengths_along(made[0], [n for n in found[0].keys if n.bit_count() == 1], 5)
-    for axes in made[len(chosen) :]:
+    size = (PAGE if columns == 2 else COLUMN, 1.2 + 2.3 * rows)
+    figure, all_axes = panels(rows, columns, size, sharex=True, sharey=True)
+    looks = assign_looks([model.label for model in models])
+    handles = [Line2D([], [], **looks[model.label].plot_options(), label=model.label) for model in models]
+    for axes, layer in zip(all_axes, chosen, strict=False):
+        for model in models:
+            look = looks[model.label].plot_options()
+            axes.plot(model.keys, model.bound[layer], **{**_BIAS, "color": look["color"]})
+            axes.plot(model.keys, model.delta[layer], **look, markevery=2, linewidth=1.2)
+        set_title(axes, f"layer {layer}")
+    seen = torch.cat([model.delta[model.delta > _MIN_DELTA * model.delta.max()] for model in models])
+    if len(seen):  # with one token no key can be left out: every δ is 0, which has no logarithm
+        all_axes[0].set(yscale="log", ylim=(seen.min().item() / 2, 2 * max(m.bound.max().item() for m in models)))
+    set_length_axis(all_axes[0], [n for n in models[0].keys if n.bit_count() == 1], 5)
+    for axes in all_axes[len(chosen) :]:
         axes.set_visible(False)
-    _below(made[: len(chosen)], "nearest keys j (tokens)")
+    _below(all_axes[: len(chosen)], "nearest keys j (tokens)")
     figure.supylabel("δ(i, j), largest of any head and query", fontsize=NAME)
-    headed(figure, heading, TICK)
-    legend_of_all(figure, handles=[*handles, Line2D([], [], **_BIAS, color="0.3", label="bound")], ncols=4)
+    set_figure_title(figure, heading, TICK)
+    add_legend(figure, handles=[*handles, Line2D([], [], **_BIAS, color="0.3", label="bound")], ncols=4)
     return figure
 
 
-def _below(made: Sequence[Axes], name: str) -> None:
-    for axes in made:
+def _below(all_axes: Sequence[Axes], name: str) -> None:
+    for axes in all_axes:
         if axes.get_subplotspec().is_last_row():
             axes.set_xlabel(name)
 
 
-def _per_head(found: Sequence[Mass], curve: Callable[[Tensor], Curve]) -> tuple[Figure, list[Axes]]:
-    """A panel for each of a few heads; ``curve`` gives x and (heads, len(x)) from (layers, heads, length) masses."""
-    chosen = some_heads(min(one.mass.shape[1] for one in found))
-    columns = across(len(chosen), 2 if len(chosen) > 3 else 3, 1.6)
+def _per_head(models: Sequence[AttentionMass], curve: Callable[[Tensor], Curve]) -> tuple[Figure, list[Axes]]:
+    """Draw a panel for each of up to four heads; ``curve`` maps (layers, heads, length) to x and (heads, len(x))."""
+    chosen = spread_heads(min(model.mass.shape[1] for model in models))
+    columns = panel_columns(len(chosen), 2 if len(chosen) > 3 else 3, 1.6)
     rows = -(-len(chosen) // columns)
     size = (PAGE if rows == 1 else 6.0, 1.2 + 2.2 * rows)
-    figure, made = panels(rows, columns, size, sharex=True, sharey=True)
-    shown = looks([one.label for one in found])
+    figure, all_axes = panels(rows, columns, size, sharex=True, sharey=True)
+    looks = assign_looks([model.label for model in models])
     handles = []
-    for one in found:
-        look = shown[one.label].drawn()
-        handles.append(Line2D([], [], **look, label=one.label))
-        drawn = [(one.mass, {**look, "markevery": 0.12, "linewidth": 1.2})]
-        if one.bias_mass is not None:
-            drawn.insert(0, (one.bias_mass, {**_BIAS, "color": look["color"]}))
+    for model in models:
+        look = looks[model.label].plot_options()
+        handles.append(Line2D([], [], **look, label=model.label))
+        drawn = [(model.mass, {**look, "markevery": 0.12, "linewidth": 1.2})]
+        if model.bias_mass is not None:
+            drawn.insert(0, (model.bias_mass, {**_BIAS, "color": look["color"]}))
         for mass, style in drawn:
             x, y = curve(mass)
-            for axes, head in zip(made, chosen, strict=False):
+            for axes, head in zip(all_axes, chosen, strict=False):
                 axes.plot(x, y[head], **style)
-    for axes, head in zip(made, chosen, strict=False):
-        titled(axes, f"head {head + 1}")
-    for axes in made[len(chosen) :]:
+    for axes, head in zip(all_axes, chosen, strict=False):
+        set_title(axes, f"head {head + 1}")
+    for axes in all_axes[len(chosen) :]:
         axes.set_visible(False)
-    if any(one.bias_mass is not None for one in found):
+    if any(model.bias_mass is not None for model in models):
         handles.append(Line2D([], [], **_BIAS, color="0.3", label="bias alone"))
-    legend_of_all(figure, handles=handles, ncols=4)
-    return figure, made
+    add_legend(figure, handles=handles, ncols=4)
+    return figure, all_axes
 
 
 def _head_maps(
-    found: Sequence[Mass],
+    models: Sequence[AttentionMass],
     curve: Callable[[Tensor], Curve],
     norm: Normalize,
-    below: str,
-    beside: str,
+    x_label: str,
+    y_label: str,
     flip: bool = False,
 ) -> Figure:
-    """Models × x of ``curve``, a panel for each of a few heads; ``flip``: x falls to the right."""
-    chosen = some_heads(min(one.mass.shape[1] for one in found))
-    columns = across(len(chosen), 2, 3.3)
+    """Draw models × x of ``curve``, a panel for each of up to four heads; with ``flip``, x decreases to the right."""
+    chosen = spread_heads(min(model.mass.shape[1] for model in models))
+    columns = panel_columns(len(chosen), 2, 3.3)
     rows = -(-len(chosen) // columns)
-    figure, made = map_panels(rows, columns, len(found))
-    curves = {one.label: curve(one.mass) for one in found}
-    for axes, head in zip(made, chosen, strict=False):
-        own: Rows = {label: _points(x, y[head]) for label, (x, y) in curves.items()}
-        scale = draw_map(axes, own, norm, f"head {head + 1}", continuous=True)
-        axes.set_xlabel(below)
+    figure, all_axes = map_panels(rows, columns, len(models))
+    curves = {model.label: curve(model.mass) for model in models}
+    for axes, head in zip(all_axes, chosen, strict=False):
+        points: Rows = {label: _points(x, y[head]) for label, (x, y) in curves.items()}
+        scale = draw_map(axes, points, norm, f"head {head + 1}", continuous=True)
+        axes.set_xlabel(x_label)
         if flip:
             axes.invert_xaxis()
-    for axes in made[len(chosen) :]:
+    for axes in all_axes[len(chosen) :]:
         axes.set_visible(False)
-    colour_bar(figure, made, scale, beside)
+    add_colour_bar(figure, all_axes, scale, y_label)
     return figure

@@ -1,10 +1,13 @@
-"""How figures look (an encoding keeps its colour, marker and dashes in every one) and how they are written."""
+"""Common style of all figures: looks of encodings, panels, titles, axes, legends, labels at line ends, and saving.
+
+An encoding has the same colour, marker and dashes in every figure.
+"""
 
 import io
 import re
 import textwrap
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -14,23 +17,23 @@ from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # rather than pyplot: no backend is chosen and nothing is left open
+from matplotlib.figure import Figure  # not pyplot: no backend is selected and no figure stays open
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from matplotlib.transforms import offset_copy
 
 from fairseq_rpe.figures import WIDTHS
-from fairseq_rpe.utils.files import replace_with
-from fairseq_rpe.utils.table import spaced
+from fairseq_rpe.utils.files import write_via_temporary
+from fairseq_rpe.utils.table import log_spaced
 
-# Okabe and Ito's colours, told apart with any kind of colour vision, but for their yellow, too pale for a thin line;
-# three that are darker or greyer than all of these follow.
+# The colours of Okabe and Ito, distinguishable with any colour vision, without their yellow, which is too pale for a
+# thin line; then three that are darker or greyer than all of these.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A2F8F", "#7F4A12", "#8A8A8A")
 MARKERS = "os^Dv<>P"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-# Relatives share a colour and differ by marker and dashes, but for the readings of rope, which are compared; so do ways
-# to move positions, which are compared with the encodings: after as many - as keep their dashes apart from rope's and
-# each other's.
+# Encodings of one family share a colour and differ by marker and dashes. Variants of rope, which are compared with each
+# other, and position transforms, which are compared with encodings, are in different families; "-" skips a marker, so
+# that their dashes differ too.
 _FAMILIES = (
     "sinusoidal sandwich learned floater complex lm_infinite, alibi window streaming_llm forgetting, "
     "type1 type2 dual_chunk shaw music, inv_n inv_nlnn rerope deberta huang, "
@@ -39,17 +42,24 @@ _FAMILIES = (
     "- interpolation interpolate, - - - warping warp, "
     "randomized pose shape cape random_padding offset"
 )
-_KNOWN = {
+_FIXED_LOOKS = {
     name: (colour, marker)
     for colour, family in enumerate(_FAMILIES.split(", "))
     for marker, name in enumerate(family.split())
     if name != "-"
 }
-_PLAIN: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3.6}  # two dashes of each style
-_TICKS = 64  # of an axis that are still apart from each other
-COLUMN, PAGE = 4.8, 7.2  # widest figures in inches, so that print at 3.4 and 6.9 leaves their letters legible
-TITLE, NAME, TICK = 9.0, 9.0, 8.0  # points
-_CHARACTER = 0.55  # mean width of a character over its font size
+_LEGEND_OPTIONS: dict[str, Any] = {
+    "frameon": False,
+    "fontsize": "small",
+    "handlelength": 3.6,
+}  # shows two dashes of each style
+_MAX_TICKS = 64  # of an axis; more would overlap
+COLUMN, PAGE = 4.8, 7.2  # largest widths in inches at which letters are legible if printed 3.4 and 6.9 inches wide
+TITLE, NAME, TICK = 9.0, 9.0, 8.0  # font sizes in points: titles, axis labels, tick labels
+LINE_LABEL = 8.0  # points
+_LINE_SPACING = 1.2  # of labels at line ends, relative to their font size
+_LABEL_DISTANCE = 20.0  # points from the panel to the labels at line ends
+_CHARACTER_WIDTH = 0.55  # mean width of a character / font size
 _chosen: ContextVar[float | None] = ContextVar("figure_width", default=None)
 
 
@@ -60,39 +70,40 @@ class Look(NamedTuple):
     marker: str
     dashes: Any
 
-    def drawn(self) -> dict[str, Any]:
-        """What matplotlib's ``plot`` is told."""
+    def plot_options(self) -> dict[str, Any]:
+        """Return the keyword arguments for matplotlib's ``plot``."""
         return {"color": self.colour, "marker": self.marker, "linestyle": self.dashes, "markersize": 4}
 
 
-def looks(specs: Sequence[str]) -> dict[str, Look]:
-    """A look for each spec or label; two never share one while there are looks left.
+def assign_looks(specs: Sequence[str]) -> dict[str, Look]:
+    """Return a look for each spec or label; all differ as long as there are enough looks.
 
-    >>> looks(["type1", "type2"])["type2"][:2]
+    >>> assign_looks(["type1", "type2"])["type2"][:2]
     ('#009E73', 'D')
     """
     count = len(PALETTE)
-    fixed = {spec: place for spec in specs if (place := _KNOWN.get(spec)) is not None}
-    taken = {*fixed.values(), *_KNOWN.values()}
+    # (colour, marker) indices
+    fixed = {spec: look for spec in specs if (look := _FIXED_LOOKS.get(spec)) is not None}
+    taken = {*fixed.values(), *_FIXED_LOOKS.values()}
     for spec in specs:
         if spec in fixed:
             continue
-        name = re.split(r"[:\s]", spec, maxsplit=1)[0]  # without options, "(layer 0)" …
-        colour = _KNOWN[name][0] if name in _KNOWN else zlib.crc32(name.encode()) % count
-        places = [(c % count, m) for c in range(colour, colour + count) for m in range(len(MARKERS))]
-        fixed[spec] = next((place for place in places if place not in taken), places[0])
+        name = re.split(r"[:\s]", spec, maxsplit=1)[0]  # without options and suffixes such as "(layer 0)"
+        colour = _FIXED_LOOKS[name][0] if name in _FIXED_LOOKS else zlib.crc32(name.encode()) % count
+        candidates = [(c % count, m) for c in range(colour, colour + count) for m in range(len(MARKERS))]
+        fixed[spec] = next((look for look in candidates if look not in taken), candidates[0])
         taken.add(fixed[spec])
-    # also without colours, families differ
+    # shift markers by the colour, so that families also differ in greyscale
     marks = {spec: MARKERS[(c + m) % len(MARKERS)] for spec, (c, m) in fixed.items()}
     return {spec: Look(PALETTE[c], marks[spec], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
 
 
 @contextmanager
-def drawn_at(name: str | None) -> Iterator[None]:
-    """Draw all figures inside at the width of a paper's column or page, so that a paper includes them unscaled.
+def figures_at_width(name: str | None) -> Iterator[None]:
+    """Draw all figures in a ``with`` block at the width of a paper's column or page, so that they need no scaling.
 
     Args:
-        name: a key of ``WIDTHS``; ``None`` leaves each figure at the width that suits its panels.
+        name: key of ``WIDTHS``; ``None`` leaves each figure at the width that suits its panels.
     """
     token = _chosen.set(None if name is None else WIDTHS[name])
     try:
@@ -101,14 +112,19 @@ def drawn_at(name: str | None) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def width(across: int = 1) -> float:
-    """The width of a figure with ``across`` panels side by side, in inches: the chosen one, else by the panels."""
+def figure_width(across: int = 1) -> float:
+    """Return the width in inches of a figure with ``across`` panels side by side; a chosen width takes precedence."""
     return _chosen.get() or (COLUMN if across == 1 else PAGE)
 
 
-def across(count: int, most: int, narrowest: float = 2.4) -> int:
-    """How many of ``count`` panels stand side by side: at most ``most``, and no panel below ``narrowest`` inches where
-    a width was chosen."""
+def panel_columns(count: int, most: int, narrowest: float = 2.4) -> int:
+    """Return how many of ``count`` panels are side by side.
+
+    Args:
+        count: number of panels.
+        most: largest number side by side.
+        narrowest: smallest width of a panel in inches, at a chosen width.
+    """
     fit = most if (chosen := _chosen.get()) is None else max(1, int(chosen / narrowest))
     return min(count, most, fit)
 
@@ -116,41 +132,48 @@ def across(count: int, most: int, narrowest: float = 2.4) -> int:
 def panels(
     rows: int, columns: int, size: tuple[float, float], *, grid: bool = True, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``size`` in inches and its panels, row by row, with a pale grid and letters fit for print.
+    """Return a figure and its panels, row by row.
 
-    A chosen width (:func:`drawn_at`) replaces that of ``size``. Ticks show whole numbers, never an offset such as "+1".
+    Tick labels have no offset such as "+1".
+
+    Args:
+        rows: number of rows.
+        columns: number of columns.
+        size: width and height in inches; a chosen width (:func:`figures_at_width`) replaces the width.
+        grid: whether panels have a pale grid.
+        shared: ``sharex`` and ``sharey`` of matplotlib's ``subplots``.
     """
     figure = Figure(figsize=(_chosen.get() or size[0], size[1]), layout=ConstrainedLayoutEngine(wspace=0.04))
-    look = {"axes.labelsize": NAME, "xtick.labelsize": TICK, "ytick.labelsize": TICK}
-    with rc_context({**look, "axes.formatter.useoffset": False}):
-        made = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    sizes = {"axes.labelsize": NAME, "xtick.labelsize": TICK, "ytick.labelsize": TICK}
+    with rc_context({**sizes, "axes.formatter.useoffset": False}):
+        all_axes = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
     if grid:
-        for axes in made:
+        for axes in all_axes:
             axes.grid(alpha=0.25)
-    return figure, made
+    return figure, all_axes
 
 
-def titled(axes: Axes, title: str) -> None:
-    """Title a panel, in several lines where it is longer than the panel is wide."""
-    # at a chosen width fit_texts breaks it, when the width of the panel is known
-    shown = title if _chosen.get() else _wrapped(title, panel_width(axes), TITLE)
-    axes.set_title(shown, fontsize=TITLE)
+def set_title(axes: Axes, title: str) -> None:
+    """Set the title of a panel, in several lines if it is longer than the panel is wide."""
+    # at a chosen width, fit_texts breaks the title as soon as the width of the panel is known
+    text = title if _chosen.get() else _wrap(title, panel_width(axes), TITLE)
+    axes.set_title(text, fontsize=TITLE)
 
 
 def panel_width(axes: Axes) -> float:
-    """The width in inches of a panel's part of the figure, its names and numbers included."""
-    place = axes.get_subplotspec()
-    part = 1.0 if place is None else len(place.colspan) / place.get_gridspec().ncols
-    return part * axes.figure.get_figwidth()
+    """Return the width in inches of a panel's cell in the figure, with its labels."""
+    cell = axes.get_subplotspec()
+    fraction = 1.0 if cell is None else len(cell.colspan) / cell.get_gridspec().ncols
+    return fraction * axes.figure.get_figwidth()
 
 
-def headed(figure: Figure, title: str, size: float = NAME) -> None:
-    """Title a figure, in several lines where the title is longer than the figure is wide; ``size`` in points."""
-    figure.suptitle(_wrapped(title, figure.get_figwidth(), size), fontsize=size)
+def set_figure_title(figure: Figure, title: str, size: float = NAME) -> None:
+    """Set the title of a figure, in several lines if it is longer than the figure is wide; ``size`` in points."""
+    figure.suptitle(_wrap(title, figure.get_figwidth(), size), fontsize=size)
 
 
 def fit_texts(figure: Figure) -> None:
-    """Break titles and names of axes that leave the figure, or reach into the next panel, where a width was chosen."""
+    """Break titles and axis labels that are wider than their panel, at a chosen width."""
     if _chosen.get() is None:
         return
     figure.draw_without_rendering()
@@ -158,70 +181,74 @@ def fit_texts(figure: Figure) -> None:
     shown = [axes for axes in figure.axes if axes.get_subplotspec() is not None and axes.get_visible()]
     centres = sorted((box.x0 + box.x1) / 2 for box in (axes.get_window_extent() for axes in shown))
     bars = [axes.get_window_extent().x0 for axes in figure.axes if axes.get_subplotspec() is None]
-    # beside a colour bar, panels are nearer to each other than their part of the figure
-    apart = min((b - a for a, b in pairwise(centres) if b - a > 1), default=whole.width)
+    # next to a colour bar, panels are closer to each other than their cells
+    spacing = min((b - a for a, b in pairwise(centres) if b - a > 1), default=whole.width)
     for axes in figure.axes:
-        place = axes.get_subplotspec()
+        cell = axes.get_subplotspec()
         if not axes.get_visible():
             continue
         box = axes.get_window_extent()
         middle = (box.x0 + box.x1) / 2
         across, up = 2 * min(middle, whole.width - middle), whole.height
-        if place is not None:  # a panel, not a colour bar
-            grid = place.get_gridspec()
-            across = min(apart * len(place.colspan), across, *(2 * (x - middle) for x in bars if x > middle))
-            up *= len(place.rowspan) / grid.nrows
+        if cell is not None:  # a panel, not a colour bar
+            grid = cell.get_gridspec()
+            across = min(spacing * len(cell.colspan), across, *(2 * (x - middle) for x in bars if x > middle))
+            up *= len(cell.rowspan) / grid.nrows
         for text, upright in ((axes.title, False), (axes.xaxis.label, False), (axes.yaxis.label, True)):
             extent = text.get_window_extent()
-            long, room = (extent.height, up) if upright else (extent.width, across)
-            if text.get_text() and long > 0.95 * room:
+            length, available = (extent.height, up) if upright else (extent.width, across)
+            if text.get_text() and length > 0.95 * available:
                 lines = text.get_text().split("\n")
-                most = max(8, int(max(map(len, lines)) * 0.95 * room / long))
-                text.set_text("\n".join(part for line in lines for part in _broken(line, most)))
+                most = max(8, int(max(map(len, lines)) * 0.95 * available / length))
+                text.set_text("\n".join(piece for line in lines for piece in _break_line(line, most)))
 
 
-def _broken(line: str, most: int) -> list[str]:
-    """Break a line of more than ``most`` characters at its spaces, and after the marks of a spec, such as a comma."""
+def _break_line(line: str, most: int) -> list[str]:
+    """Break a line of more than ``most`` characters at spaces and after the punctuation of a spec."""
     marked = re.sub(r"([,:](?=[^\s\d])|[=_](?=\S))", "\\1\x1f ", line)
-    parts = textwrap.wrap(marked, most, break_long_words=False, break_on_hyphens=False)
-    return [part.replace("\x1f ", "").removesuffix("\x1f") for part in parts] or [""]
+    # "\x1f " marks a place in a spec where the line may be broken
+    pieces = textwrap.wrap(marked, most, break_long_words=False, break_on_hyphens=False)
+    return [piece.replace("\x1f ", "").removesuffix("\x1f") for piece in pieces] or [""]
 
 
-def _wrapped(text: str, inches: float, size: float) -> str:
-    most = max(12, int(inches * 72 / (_CHARACTER * size)))
-    lines = (_broken(line, most) for line in text.split("\n"))
+def _wrap(text: str, inches: float, size: float) -> str:
+    most = max(12, int(inches * 72 / (_CHARACTER_WIDTH * size)))
+    lines = (_break_line(line, most) for line in text.split("\n"))
     return "\n".join("\n".join(line) for line in lines)
 
 
 def mark_training(axes: Axes, length: int, named: bool = True) -> None:
-    """A dashed line at the training length in tokens, and its name on it."""
+    """Draw a dashed line at the training length in tokens, with a label if ``named``."""
     axes.axvline(length, color="0.5", linestyle=(0, (4, 2)), linewidth=1, zorder=0, label="_training")
     if not named:
         return
-    beside = offset_copy(axes.get_xaxis_transform(), axes.figure, x=2, y=-3, units="points")
-    about: dict[str, Any] = {"rotation": 90, "fontsize": TICK - 1, "color": "0.35"}
-    axes.text(length, 1, f"trained at {length}", transform=beside, verticalalignment="top", **about)
+    transform = offset_copy(axes.get_xaxis_transform(), axes.figure, x=2, y=-3, units="points")
+    options: dict[str, Any] = {"rotation": 90, "fontsize": TICK - 1, "color": "0.35"}
+    axes.text(length, 1, f"trained at {length}", transform=transform, verticalalignment="top", **options)
 
 
-def lengths_along(axes: Axes, lengths: Sequence[int], most: int = 9) -> None:
-    """A logarithmic x axis with a tick at each length in tokens, and numbers at no more than ``most`` of them.
+def set_length_axis(axes: Axes, lengths: Sequence[int], most: int = 9) -> None:
+    """Make the x axis logarithmic, with a tick at each length in tokens and labels at no more than ``most`` of them.
 
-    Of more lengths than have room for a tick, those with a number alone have one.
+    With more than 64 lengths, only those with a label have a tick.
     """
-    if len(lengths) > _TICKS:
-        lengths = spaced(lengths, most)
+    if len(lengths) > _MAX_TICKS:
+        lengths = log_spaced(lengths, most)
     every = -(-len(lengths) // most)
-    # counted from the longest, which is always named
-    named = [str(n) if not (len(lengths) - 1 - k) % every else "" for k, n in enumerate(lengths)]
+    # counted from the longest, which always has a label
+    labels = [str(n) if not (len(lengths) - 1 - k) % every else "" for k, n in enumerate(lengths)]
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, named)
+    axes.set_xticks(lengths, labels)
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def decades(axes: Axes, along: str = "y", narrow: bool = False) -> None:
-    """A logarithmic axis, y or ``along`` x, with plain numbers at 1, 2 and 5 of each power of ten.
+def set_decade_axis(axes: Axes, along: str = "y", narrow: bool = False) -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 times each power of ten.
 
-    ``narrow``: the axis spans little more than one of them, and has numbers in between too.
+    Args:
+        axes: panel.
+        along: x or y.
+        narrow: whether the axis spans little more than one power of ten, and has more numbers.
     """
     axes.set(**{f"{along}scale": "log"})
     axis = axes.yaxis if along == "y" else axes.xaxis
@@ -230,46 +257,131 @@ def decades(axes: Axes, along: str = "y", narrow: bool = False) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def legend_of_all(figure: Figure, loc: str = "outside lower center", ncols: int = 1, **how: Any) -> None:
-    """One legend for all panels, below them unless ``loc`` says otherwise; in at most ``ncols`` columns that fit."""
+def add_legend(figure: Figure, loc: str = "outside lower center", ncols: int = 1, **options: Any) -> None:
+    """Add one legend for all panels, by default below them, in as many columns up to ``ncols`` as fit."""
     for columns in range(ncols, 0, -1):
-        legend = figure.legend(loc=loc, **{**_PLAIN, **how, "ncols": columns})
-        room = figure.bbox.width / legend.get_window_extent().width
-        if room >= 1:
+        legend = figure.legend(loc=loc, **{**_LEGEND_OPTIONS, **options, "ncols": columns})
+        available = figure.bbox.width / legend.get_window_extent().width
+        if available >= 1:
             return
         if columns > 1:
             legend.remove()
-    # the picture of a line takes the room of some letters
-    most = max(12, int(room * max(len(text.get_text()) for text in legend.get_texts())) - 6)
+    # the sample of a line is about six letters wide
+    most = max(12, int(available * max(len(text.get_text()) for text in legend.get_texts())) - 6)
     for text in legend.get_texts():
         text.set_text(textwrap.fill(text.get_text(), most, break_long_words=False, break_on_hyphens=False))
 
 
-def legend_below(figure: Figure, axes: Axes, ncols: int = 3) -> None:
-    """One legend for all panels, with the lines of ``axes``."""
-    legend_of_all(figure, handles=axes.get_legend_handles_labels()[0], ncols=ncols)
+def add_legend_of(figure: Figure, axes: Axes, ncols: int = 3) -> None:
+    """Add one legend for all panels, with the lines of ``axes``."""
+    add_legend(figure, handles=axes.get_legend_handles_labels()[0], ncols=ncols)
+
+
+class LineEnd(NamedTuple):
+    """The end of a line: its label, the last point in data coordinates, and its colour."""
+
+    name: str
+    x: float
+    y: float
+    colour: str
+
+
+def label_line_ends(figure: Figure, ends: Mapping[Axes, Sequence[LineEnd]]) -> None:
+    """Label lines at their ends, to the right of the panels, instead of with a legend; labels do not overlap.
+
+    A thin line connects the end and its label. A triangle marks an end above or below the panel. Call this last: later
+    changes of heights or limits of the panels move the ends but not the labels.
+
+    Args:
+        figure: figure.
+        ends: panel -> ends of its lines.
+    """
+    fit_texts(figure)
+    figure.draw_without_rendering()
+    for axes, line_ends in ends.items():
+        height = axes.get_window_extent().height * 72 / figure.dpi
+        # heights in the panel, from 0 to 1
+        to_axes = axes.transAxes.inverted()
+        heights = [to_axes.transform(axes.transData.transform((end.x, end.y)))[1] for end in line_ends]
+        # sorted before clipping, so that two ends beyond the same edge keep their order
+        order = sorted(range(len(line_ends)), key=heights.__getitem__)
+        label_heights = spread_labels(
+            [min(1.0, max(0.0, heights[k])) for k in order], _LINE_SPACING * LINE_LABEL / height
+        )
+        label_transform = offset_copy(axes.transAxes, figure, x=_LABEL_DISTANCE, units="points")
+        for k, y in zip(order, label_heights, strict=True):
+            end, inside = line_ends[k], 0.0 <= heights[k] <= 1.0
+            lead = {"arrowstyle": "-", "color": end.colour, "linewidth": 0.8, "shrinkA": 0.0, "shrinkB": 2.0}
+            axes.annotate(
+                end.name,
+                (end.x, end.y) if inside else (1.0, y),
+                xycoords="data" if inside else "axes fraction",
+                xytext=(1.0, y),
+                textcoords=label_transform,
+                fontsize=LINE_LABEL,
+                verticalalignment="center",
+                annotation_clip=False,
+                arrowprops={**lead, "relpos": (0.0, 0.5)} if inside else None,
+            )
+            if not inside:
+                mark = {"marker": "^" if heights[k] > 1.0 else "v", "markersize": 5, "linestyle": "none"}
+                mark_transform = offset_copy(axes.transAxes, figure, x=_LABEL_DISTANCE - 6.0, units="points")
+                axes.plot(1.0, y, **mark, color=end.colour, transform=mark_transform, clip_on=False, label="_beyond")
+
+
+def spread_labels(heights: Sequence[float], spacing: float) -> list[float]:
+    """Return increasing heights at least ``spacing`` apart that are closest to ``heights`` in least squares.
+
+    This is isotonic regression of height - k·spacing, by pooling adjacent violators. The result is within [0, 1] if
+    there is enough space.
+
+    Args:
+        heights: increasing preferred heights.
+        spacing: smallest difference.
+
+    >>> spread_labels([0.5, 0.5, 1.0], 0.25)
+    [0.375, 0.625, 1.0]
+    """
+    pools: list[list[float]] = []
+    for k, height in enumerate(heights):
+        pools.append([height - k * spacing])
+        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    level = [_mean(pool) for pool in pools for _ in pool]
+    available = max(0.0, 1.0 - spacing * (len(level) - 1))
+    return [min(max(value, 0.0), available) + k * spacing for k, value in enumerate(level)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def save(figure: Figure, *paths: Path, dpi: int = 160) -> None:
-    """Write to each path in the format of its ending; the same numbers give the same bytes.
+    """Write a figure to each path, in the format of its suffix; equal figures give equal bytes.
 
-    PDFs embed fonts as TrueType (type 42): submission systems of conferences refuse matplotlib's usual type 3.
+    PDFs embed fonts as TrueType (type 42): submission systems of conferences refuse matplotlib's default, type 3.
+
+    Args:
+        figure: figure.
+        paths: output files.
+        dpi: resolution of bitmaps.
     """
     fit_texts(figure)
     for path in paths:
         with rc_context({"pdf.fonttype": 42}):
-            replace_with(path, partial(_write_figure, figure, dpi, path.suffix.lower()[1:]))
+            write_via_temporary(path, partial(_write_figure, figure, dpi, path.suffix.lower()[1:]))
 
 
 def _write_figure(figure: Figure, dpi: int, format: str, target: Path) -> None:
-    """Write a figure by way of memory: where a disk is full, matplotlib's PDF writer ends in an error of its own."""
+    """Write a figure via memory: on a full disk, matplotlib's PDF writer would raise an unrelated error."""
     out = io.BytesIO()
     figure.savefig(out, dpi=dpi, format=format, metadata={"CreationDate": None} if format == "pdf" else None)
     target.write_bytes(out.getvalue())
 
 
 def to_svg(figure: Figure) -> bytes:
-    """The figure as SVG that is the same each time and needs no font."""
+    """Return the figure as a reproducible SVG that needs no fonts."""
     out = io.BytesIO()
     with rc_context({"svg.fonttype": "path", "svg.hashsalt": "fairseq_rpe"}):
         figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)

@@ -1,4 +1,4 @@
-"""The figures of a sweep: perplexity or exact answers over length, loss over training and over the position."""
+"""Figures of a sweep: perplexity and exact match over length, loss over training and over the position."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
@@ -9,142 +9,176 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from fairseq_rpe.figures.line_labels import End, name_ends
-from fairseq_rpe.figures.method_maps import best_first, colour_bar, draw_map, map_panels, scale_of, too_many
+from fairseq_rpe.figures.heat_maps import (
+    add_colour_bar,
+    colour_norm,
+    draw_map,
+    exceeds_line_limit,
+    map_panels,
+    sort_best_first,
+)
 from fairseq_rpe.figures.style import (
     COLUMN,
     PAGE,
     TICK,
+    LineEnd,
     Look,
-    across,
-    decades,
-    legend_of_all,
-    lengths_along,
-    looks,
+    add_legend,
+    assign_looks,
+    figure_width,
+    label_line_ends,
     mark_training,
+    panel_columns,
     panels,
-    titled,
-    width,
+    set_decade_axis,
+    set_length_axis,
+    set_title,
 )
 
-Band = Mapping[int, Sequence[float]]
-_FEW = 24  # points that still have room for an error bar each
-_WIDE = 4.0  # the largest perplexity over the least from which the axis is logarithmic
-_DECADE = 20.0  # and up to which it has more numbers
-_SQUASHED = 2.0  # the height of all curves over that of the lower ones from which these are shown by themselves
-_RISEN = 2.0  # times the least perplexity of a length: larger ones have its colour
+Band = Mapping[int, Sequence[float]]  # length -> a value for each seed
+_MAX_ERROR_BARS = 24  # points of a curve up to which each has an error bar
+_LOG_RATIO = 4.0  # largest / smallest perplexity from which on the axis is logarithmic
+_DECADE_RATIO = 20.0  # largest / smallest perplexity up to which a logarithmic axis has more numbers
+_ENLARGE_RATIO = 2.0  # height of all curves / height of the lower ones, from which on these have their own panel
+_MAX_COLOUR_RATIO = 2.0  # perplexity / smallest perplexity of a length at the end of the colour scale
 
 
-def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_at: int, text: str = "") -> Figure:
-    """Perplexity per token (of ``text``) against evaluation length: for each label, by length, a value for each seed.
+def draw_perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_at: int, text: str = "") -> Figure:
+    """Draw perplexity per token against evaluation length.
 
-    ``ratios``: the same over each run's perplexity at ``trained_at`` tokens. Where a curve rises so far that the others
-    are squashed, a second panel shows the ratios up to the largest of the others, with a ▲ where a curve leaves it.
-    More than twelve labels have a row each of a heat map instead.
+    If a curve rises so far that the others become indistinguishable, a second panel shows the ratios up to the largest
+    of the others, with a ▲ where a curve leaves it.
+
+    Args:
+        curves: label -> length -> a value for each seed; more than twelve labels are drawn as rows of a heat map.
+        ratios: the same, divided by the perplexity of each run at ``trained_at`` tokens.
+        trained_at: training length in tokens.
+        text: name of the evaluated text.
     """
-    if too_many(curves):
+    if exceeds_line_limit(curves):
         return _perplexity_map(curves, trained_at, text)
-    known = {label: points for label, points in ratios.items() if points}
-    top = _top({label: means_of(points) for label, points in known.items()}) if len(known) == len(curves) else None
+    with_ratios = {label: points for label, points in ratios.items() if points}
+    top = (
+        _top({label: seed_means(points) for label, points in with_ratios.items()})
+        if len(with_ratios) == len(curves)
+        else None
+    )
     height = max(2.4, 0.5 + 0.19 * len(curves))
-    figure, made = panels(1 if top is None else 2, 1, (width(), 0.5 + height * (1 if top is None else 2)), sharex=True)
-    shown = looks(list(curves))
-    drawn = [curves] if top is None else [curves, known]
-    for axes, of in zip(made, drawn, strict=True):
-        for label, points in of.items():
-            draw_band(axes, points, label, shown[label])
-        mark_training(axes, trained_at, named=axes is made[0])
+    figure, all_axes = panels(
+        1 if top is None else 2, 1, (figure_width(), 0.5 + height * (1 if top is None else 2)), sharex=True
+    )
+    looks = assign_looks(list(curves))
+    drawn = [curves] if top is None else [curves, with_ratios]
+    for axes, panel_curves in zip(all_axes, drawn, strict=True):
+        for label, points in panel_curves.items():
+            draw_band(axes, points, label, looks[label])
+        mark_training(axes, trained_at, named=axes is all_axes[0])
     lengths = sorted({n for points in curves.values() for n in points})
-    lengths_along(made[-1], lengths)
-    made[-1].set_xlabel("evaluation length (tokens)")
-    made[0].set_ylabel(f"perplexity per token{', ' * bool(text)}{text}")
-    means = [value for points in curves.values() for value in means_of(points).values()]
-    if max(means) > _WIDE * min(means):
-        decades(made[0], narrow=max(means) < _DECADE * min(means))
-        made[0].set_ylabel(f"{made[0].get_ylabel()}, logarithmic")
-    titled(made[0], seeds_said(curves.values()))
+    set_length_axis(all_axes[-1], lengths)
+    all_axes[-1].set_xlabel("evaluation length (tokens)")
+    all_axes[0].set_ylabel(f"perplexity per token{', ' * bool(text)}{text}")
+    means = [value for points in curves.values() for value in seed_means(points).values()]
+    if max(means) > _LOG_RATIO * min(means):
+        set_decade_axis(all_axes[0], narrow=max(means) < _DECADE_RATIO * min(means))
+        all_axes[0].set_ylabel(f"{all_axes[0].get_ylabel()}, logarithmic")
+    set_title(all_axes[0], seeds_caption(curves.values()))
     if top is not None:
-        _enlarge(made[1], known, shown, top)
-        made[1].set_ylabel(f"perplexity / that at {trained_at}")
-        titled(made[1], "enlarged: curves that rise further leave at ▲")
-    name_ends(figure, {axes: _ends(of, shown) for axes, of in zip(made, drawn, strict=True)})
+        _enlarge(all_axes[1], with_ratios, looks, top)
+        all_axes[1].set_ylabel(f"perplexity / that at {trained_at}")
+        set_title(all_axes[1], "enlarged: curves that rise further leave at ▲")
+    label_line_ends(
+        figure, {axes: _ends(panel_curves, looks) for axes, panel_curves in zip(all_axes, drawn, strict=True)}
+    )
     return figure
 
 
 def _perplexity_map(curves: Mapping[str, Band], trained_at: int, text: str) -> Figure:
-    """Mean perplexities as numbers, coloured by their ratio to the least of their length; the least mean first."""
-    means = best_first({label: means_of(points) for label, points in curves.items()})
+    """Draw mean perplexities as numbers, coloured by their ratio to the smallest of their length, the best first."""
+    means = sort_best_first({label: seed_means(points) for label, points in curves.items()})
     least: dict[float, float] = {}
-    for own in means.values():
-        for n, value in own.items():
+    for values in means.values():
+        for n, value in values.items():
             least[n] = min(value, least.get(n, value))
-    ratios = {label: {n: value / least[n] for n, value in own.items()} for label, own in means.items()}
+    ratios = {label: {n: value / least[n] for n, value in values.items()} for label, values in means.items()}
     figure, (axes,) = map_panels(1, 1, len(means))
-    about = f"perplexity per token{', ' * bool(text)}{text}", seeds_said(curves.values()).partition(";")[0]
+    about = f"perplexity per token{', ' * bool(text)}{text}", seeds_caption(curves.values()).partition(";")[0]
     scale = draw_map(
-        axes, ratios, scale_of(ratios, _RISEN), "\n".join(filter(None, about)), numbers=means, after=trained_at
+        axes,
+        ratios,
+        colour_norm(ratios, _MAX_COLOUR_RATIO),
+        "\n".join(filter(None, about)),
+        numbers=means,
+        after=trained_at,
     )
     axes.set_xlabel(f"evaluation length (tokens)\ndashed: trained at {trained_at}")
-    colour_bar(figure, [axes], scale, "perplexity / least of the length", extend="max")
+    add_colour_bar(figure, [axes], scale, "perplexity / least of the length", extend="max")
     return figure
 
 
-def mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequence[int]) -> Figure:
-    """Perplexity per token, its mean over ``lengths`` in tokens: for each label a value for each seed, the least first.
+def draw_mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequence[int]) -> Figure:
+    """Draw the mean perplexity per token over lengths, the smallest first.
 
     Source of the kind of figure: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 1.
+
+    Args:
+        values: label -> a value for each seed.
+        lengths: evaluation lengths in tokens.
     """
     means = {label: sum(seeds) / len(seeds) for label, seeds in values.items()}
     order = sorted(means, key=means.__getitem__)
-    figure, (axes,) = panels(1, 1, (width(), 0.9 + 0.22 * len(order)))
-    shown = looks(list(values))
-    for place, label in enumerate(order):
-        axes.plot(means[label], place, **shown[label].drawn() | {"markersize": 5.5}, label=label)
-        axes.plot([min(values[label]), max(values[label])], [place, place], color=shown[label].colour, linewidth=1.2)
-        beside = {"xytext": (7, 0), "textcoords": "offset points", "verticalalignment": "center", "fontsize": TICK}
-        axes.annotate(f"{means[label]:.2f}", (max(values[label]), place), **beside)
+    figure, (axes,) = panels(1, 1, (figure_width(), 0.9 + 0.22 * len(order)))
+    looks = assign_looks(list(values))
+    for y, label in enumerate(order):
+        axes.plot(means[label], y, **looks[label].plot_options() | {"markersize": 5.5}, label=label)
+        axes.plot([min(values[label]), max(values[label])], [y, y], color=looks[label].colour, linewidth=1.2)
+        placement = {"xytext": (7, 0), "textcoords": "offset points", "verticalalignment": "center", "fontsize": TICK}
+        axes.annotate(f"{means[label]:.2f}", (max(values[label]), y), **placement)
     axes.set_yticks(range(len(order)), order)
     axes.set(ylim=(len(order) - 0.5, -0.5), xlabel="perplexity per token, mean over lengths")
-    if max(means.values()) > _WIDE * min(means.values()):
-        decades(axes, "x")
-    axes.margins(x=0.2 * max(1.0, COLUMN / width()))  # room for the number beside the last point
-    seeds = seeds_said([{0: seeds} for seeds in values.values()])
-    titled(axes, "\n".join(filter(None, (f"{len(lengths)} lengths, {lengths[0]} to {lengths[-1]} tokens", seeds))))
+    if max(means.values()) > _LOG_RATIO * min(means.values()):
+        set_decade_axis(axes, "x")
+    axes.margins(x=0.2 * max(1.0, COLUMN / figure_width()))  # space for the number next to the last point
+    seeds = seeds_caption([{0: seeds} for seeds in values.values()])
+    set_title(axes, "\n".join(filter(None, (f"{len(lengths)} lengths, {lengths[0]} to {lengths[-1]} tokens", seeds))))
     return figure
 
 
-def exact_match(
+def draw_exact_match(
     curves: Mapping[str, Mapping[str, Band]], trained: Mapping[str, int], units: Mapping[str, str] | None = None
 ) -> Figure:
-    """Exact answers in per cent against items, a panel per task: for each label, by items, a value for each seed.
+    """Draw exact match in per cent against the number of items, a panel per task.
 
-    ``trained``: the most items in training, of each task; up to there the panel is shaded. ``units``: by task, what is
-    counted in place of items.
+    Args:
+        curves: task -> label -> items -> a value for each seed; more than twelve labels are drawn as rows of heat maps.
+        trained: task -> largest number of items in training, up to which the panel is shaded.
+        units: task -> what is counted instead of items.
     """
-    columns = across(len(curves), 2)
+    columns = panel_columns(len(curves), 2)
     lines = -(-len(curves) // columns)
-    names = list(dict.fromkeys(label for of_task in curves.values() for label in of_task))
-    if too_many(names):
+    names = list(dict.fromkeys(label for task_curves in curves.values() for label in task_curves))
+    if exceeds_line_limit(names):
         return _exact_match_maps(curves, names, trained, units or {}, lines, columns)
-    figure, made = panels(lines, columns, (width(columns), 0.6 + 2.5 * lines), sharey=True)
-    shown = looks(names)
-    for (task, of_task), axes in zip(curves.items(), made, strict=False):
-        fewest = min(n for points in of_task.values() for n in points)
+    figure, all_axes = panels(lines, columns, (figure_width(columns), 0.6 + 2.5 * lines), sharey=True)
+    looks = assign_looks(names)
+    for (task, task_curves), axes in zip(curves.items(), all_axes, strict=False):
+        fewest = min(n for points in task_curves.values() for n in points)
         axes.axvspan(min(2, fewest), trained[task], color="0.9", label="training range")
-        for label, points in of_task.items():
-            # markers of lines that lie on each other stand beside each other
+        for label, points in task_curves.items():
+            # markers of coinciding lines are shifted from each other
             every = max(1, len(points) // 10)
-            draw_band(axes, points, label, shown[label], markevery=(every * names.index(label) // len(names), every))
+            draw_band(axes, points, label, looks[label], markevery=(every * names.index(label) // len(names), every))
         axes.set(xlabel=(units or {}).get(task, "items"), ylim=(-3, 103))
         axes.xaxis.get_major_locator().set_params(integer=True)
-        titled(axes, "\n".join(filter(None, (task, seeds_said(of_task.values())))))
-    for axes in made[::columns]:
+        set_title(axes, "\n".join(filter(None, (task, seeds_caption(task_curves.values())))))
+    for axes in all_axes[::columns]:
         axes.set_ylabel("exact match (%)")
-    for axes in made[len(curves) :]:
+    for axes in all_axes[len(curves) :]:
         axes.set_visible(False)
-    handles = {name: handle for axes in made for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        name: handle for axes in all_axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     order = [name for name in (*names, "training range") if name in handles]
-    legend_of_all(figure, handles=[handles[name] for name in order], labels=order, ncols=2 if columns == 1 else 4)
+    add_legend(figure, handles=[handles[name] for name in order], labels=order, ncols=2 if columns == 1 else 4)
     return figure
 
 
@@ -156,47 +190,49 @@ def _exact_match_maps(
     lines: int,
     columns: int,
 ) -> Figure:
-    """A heat map per task, all with the same rows; a dashed line after the most items in training."""
-    figure, made = map_panels(lines, columns, len(names))
+    """Draw a heat map per task, all with the same rows; a dashed line after the largest number of items in training."""
+    figure, all_axes = map_panels(lines, columns, len(names))
     scale = None
-    for (task, of_task), axes in zip(curves.items(), made, strict=False):
-        rows = {name: means_of(of_task.get(name, {})) for name in names}
-        about = task, seeds_said(of_task.values()).partition(";")[0]
+    for (task, task_curves), axes in zip(curves.items(), all_axes, strict=False):
+        rows = {name: seed_means(task_curves.get(name, {})) for name in names}
+        about = task, seeds_caption(task_curves.values()).partition(";")[0]
         scale = draw_map(
             axes, rows, Normalize(0, 100), "\n".join(filter(None, about)), numbers=rows, after=trained[task]
         )
         axes.set_xlabel(f"{units.get(task, 'items')}\ndashed: the most in training")
-    for axes in made[len(curves) :]:
+    for axes in all_axes[len(curves) :]:
         axes.set_visible(False)
     if scale is not None:
-        colour_bar(figure, made, scale, "exact match (%)")
+        add_colour_bar(figure, all_axes, scale, "exact match (%)")
     return figure
 
 
-def training(curves: Sequence[tuple[str, Mapping[int, float]]]) -> Figure:
-    """Training loss over updates, a line for each (label, loss by update); the second half once more, enlarged.
+def draw_training_loss(curves: Sequence[tuple[str, Mapping[int, float]]]) -> Figure:
+    """Draw training loss over updates, with the second half enlarged in a panel of its own.
 
-    More than twelve labels have a row each of a heat map instead, the mean over their runs.
+    Args:
+        curves: (label, update -> loss) of each run; more than twelve labels are drawn as rows of a heat map, each the
+            mean over its runs.
     """
-    if too_many(dict(curves)):
+    if exceeds_line_limit(dict(curves)):
         return _training_map(curves)
-    columns, height = across(2, 2), max(3.0, 0.9 + 0.17 * len(curves))
-    figure, (whole, late) = panels(2 // columns, columns, (PAGE, height * 2 / columns))
-    shown = looks(list(dict.fromkeys(label for label, _ in curves)))
+    columns, height = panel_columns(2, 2), max(3.0, 0.9 + 0.17 * len(curves))
+    figure, (whole_axes, late_axes) = panels(2 // columns, columns, (PAGE, height * 2 / columns))
+    looks = assign_looks(list(dict.fromkeys(label for label, _ in curves)))
     last = max(update for _, loss in curves for update in loss)
-    ends: dict[str, End] = {}
+    ends: dict[str, LineEnd] = {}
     for label, loss in curves:
-        how = {**shown[label].drawn(), "linewidth": 1.2, "markevery": max(1, len(loss) // 10)}
+        options = {**looks[label].plot_options(), "linewidth": 1.2, "markevery": max(1, len(loss) // 10)}
         half = {update: value for update, value in loss.items() if 2 * update >= last}
-        for axes, points in ((whole, loss), (late, half)):
-            axes.plot(list(points), list(points.values()), **how, label=None if label in ends else label)
+        for axes, points in ((whole_axes, loss), (late_axes, half)):
+            axes.plot(list(points), list(points.values()), **options, label=None if label in ends else label)
         if half:
-            ends.setdefault(label, _end(label, half, shown[label]))
-    whole.set(xlabel="updates", ylabel="training loss (bits per token)")
-    late.set(xlabel="updates")
-    titled(whole, "whole training")
-    titled(late, "second half, enlarged")
-    name_ends(figure, {late: list(ends.values())})
+            ends.setdefault(label, _end(label, half, looks[label]))
+    whole_axes.set(xlabel="updates", ylabel="training loss (bits per token)")
+    late_axes.set(xlabel="updates")
+    set_title(whole_axes, "whole training")
+    set_title(late_axes, "second half, enlarged")
+    label_line_ends(figure, {late_axes: list(ends.values())})
     return figure
 
 
@@ -204,109 +240,110 @@ def _training_map(curves: Sequence[tuple[str, Mapping[int, float]]]) -> Figure:
     runs: dict[str, list[Mapping[int, float]]] = {}
     for label, loss in curves:
         runs.setdefault(label, []).append(loss)
-    shared = {label: set.intersection(*map(set, own)) for label, own in runs.items()}
+    shared = {label: set.intersection(*map(set, values)) for label, values in runs.items()}
     rows = {
-        label: {update: sum(loss[update] for loss in own) / len(own) for update in sorted(shared[label])}
-        for label, own in runs.items()
+        label: {update: sum(loss[update] for loss in values) / len(values) for update in sorted(shared[label])}
+        for label, values in runs.items()
     }
-    last = max(update for own in rows.values() for update in own)
-    late = [value for own in rows.values() for update, value in own.items() if 2 * update >= last]
-    order = best_first({label: dict(list(own.items())[-1:]) for label, own in rows.items()})
+    last = max(update for values in rows.values() for update in values)
+    late = [value for values in rows.values() for update, value in values.items() if 2 * update >= last]
+    order = sort_best_first({label: dict(list(values.items())[-1:]) for label, values in rows.items()})
     figure, (axes,) = map_panels(1, 1, len(rows))
     ordered = {label: rows[label] for label in order}
     scale = draw_map(axes, ordered, Normalize(min(late), max(late)), "training loss", continuous=True)
     axes.set_xlabel("updates")
-    colour_bar(figure, [axes], scale, "bits per token, to the largest of the second half", extend="max")
+    add_colour_bar(figure, [axes], scale, "bits per token, to the largest of the second half", extend="max")
     return figure
 
 
-def positions(curves: Mapping[str, Mapping[int, float]]) -> Figure:
-    """Loss over the position in a block, a line for each label: its loss by the last position of each bucket.
+def draw_loss_by_position(curves: Mapping[str, Mapping[int, float]]) -> Figure:
+    """Draw loss over the position in a block.
 
-    More than twelve labels have a row each of a heat map instead.
+    Args:
+        curves: label -> last position of each bucket -> loss; more than twelve labels are drawn as rows of a heat map.
     """
     counted = {label: {upto + 1: value for upto, value in loss.items()} for label, loss in curves.items()}
-    if too_many(counted):
+    if exceeds_line_limit(counted):
         figure, (axes,) = map_panels(1, 1, len(counted))
-        scale = draw_map(axes, best_first(counted), scale_of(counted), numbers=best_first(counted))
+        scale = draw_map(axes, sort_best_first(counted), colour_norm(counted), numbers=sort_best_first(counted))
         axes.set_xlabel("position in the block (tokens)")
-        colour_bar(figure, [axes], scale, "loss (bits per token)")
+        add_colour_bar(figure, [axes], scale, "loss (bits per token)")
         return figure
-    figure, (axes,) = panels(1, 1, (width(), max(3.0, 0.9 + 0.17 * len(curves))))
-    shown = looks(list(curves))
+    figure, (axes,) = panels(1, 1, (figure_width(), max(3.0, 0.9 + 0.17 * len(curves))))
+    looks = assign_looks(list(curves))
     for label, points in counted.items():
-        axes.plot(list(points), list(points.values()), **shown[label].drawn(), label=label)
-    lengths_along(axes, sorted({n for points in counted.values() for n in points}))
+        axes.plot(list(points), list(points.values()), **looks[label].plot_options(), label=label)
+    set_length_axis(axes, sorted({n for points in counted.values() for n in points}))
     axes.set(xlabel="position in the block (tokens)", ylabel="loss (bits per token)")
-    name_ends(figure, {axes: [_end(label, points, shown[label]) for label, points in counted.items()]})
+    label_line_ends(figure, {axes: [_end(label, points, looks[label]) for label, points in counted.items()]})
     return figure
 
 
-def means_of(points: Band) -> dict[int, float]:
-    """The mean over seeds, by length."""
+def seed_means(points: Band) -> dict[int, float]:
+    """Return the mean over seeds, by length."""
     return {n: sum(values) / len(values) for n, values in points.items()}
 
 
-def seeds_said(bands: Collection[Band]) -> str:
-    """What error bars say, where there are any."""
+def seeds_caption(bands: Collection[Band]) -> str:
+    """Return the caption of error bars, "" if there are none."""
     counts = sorted({len(values) for points in bands for values in points.values()})
     if not counts or counts[-1] == 1:
         return ""
     many = " or ".join(map(str, counts)) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
-    least_to_largest = "shaded" if max(map(len, bands)) > _FEW else "bars"
+    least_to_largest = "shaded" if max(map(len, bands)) > _MAX_ERROR_BARS else "bars"
     return f"mean of {many} seeds; {least_to_largest}: least to largest"
 
 
 def _top(means: Mapping[str, Mapping[int, float]]) -> float | None:
-    """The largest value of the lower curves, at least half of all, where they would take less than half the height.
+    """Return the largest value of the lower curves if they would take less than half of the height, otherwise None.
 
-    The lower ones are those below the widest gap, as a multiple of their height; ``None`` if there is no such gap.
+    The lower curves, at least half of all, are those below the widest gap relative to their height.
     """
     least = min((value for points in means.values() for value in points.values()), default=0.0)
     highest = sorted(max(points.values()) for points in means.values())
     pairs = [pair for k, pair in enumerate(pairwise(highest), 1) if 2 * k >= len(highest)]
     gaps = [((above - least) / (below - least) if below > least else 0.0, below) for below, above in pairs]
     widest, below = max(gaps, default=(0.0, 0.0))
-    return below if widest > _SQUASHED else None
+    return below if widest > _ENLARGE_RATIO else None
 
 
-def _enlarge(axes: Axes, ratios: Mapping[str, Band], shown: Mapping[str, Look], top: float) -> None:
-    """Limit the panel to ``top`` and mark where curves leave it."""
+def _enlarge(axes: Axes, ratios: Mapping[str, Band], looks: Mapping[str, Look], top: float) -> None:
+    """Limit the panel to ``top``, and mark where curves leave it."""
     axes.axhline(1, color="0.5", linewidth=1, zorder=0)
     values = [v for points in ratios.values() for seeds in points.values() for v in seeds]
     pad = 0.06 * (top - min(values))
     high = top + pad
     axes.set_ylim(min(values) - pad, high)
     for label, points in ratios.items():
-        means = means_of(points)
+        means = seed_means(points)
         x, y = np.log2(list(means)), np.array(list(means.values()))
         leaves = np.flatnonzero((y[:-1] > high) != (y[1:] > high))
         for k in leaves:
-            at = x[k] + (x[k + 1] - x[k]) * (high - y[k]) / (y[k + 1] - y[k])
-            mark = {"marker": "^", "markersize": 6, "color": shown[label].colour, "linestyle": "none"}
-            axes.plot(2**at, 1.0, **mark, transform=axes.get_xaxis_transform(), clip_on=False, label="_leaves")
+            crossing = x[k] + (x[k + 1] - x[k]) * (high - y[k]) / (y[k + 1] - y[k])  # log2 of the length
+            mark = {"marker": "^", "markersize": 6, "color": looks[label].colour, "linestyle": "none"}
+            axes.plot(2**crossing, 1.0, **mark, transform=axes.get_xaxis_transform(), clip_on=False, label="_leaves")
 
 
-def _end(label: str, points: Mapping[int, float], look: Look) -> End:
+def _end(label: str, points: Mapping[int, float], look: Look) -> LineEnd:
     x = max(points)
-    return End(label, x, points[x], look.colour)
+    return LineEnd(label, x, points[x], look.colour)
 
 
-def _ends(curves: Mapping[str, Band], shown: Mapping[str, Look]) -> list[End]:
-    return [_end(label, means_of(points), shown[label]) for label, points in curves.items()]
+def _ends(curves: Mapping[str, Band], looks: Mapping[str, Look]) -> list[LineEnd]:
+    return [_end(label, seed_means(points), looks[label]) for label, points in curves.items()]
 
 
-def draw_band(axes: Axes, points: Band, label: str, look: Look, **how: Any) -> None:
-    """The mean over seeds; from the least of them to the largest an error bar, or a shade where points are many."""
-    x, means = list(points), list(means_of(points).values())
-    if len(x) > _FEW:  # markers that touch each other would hide the line
-        how = {"markevery": max(1, len(x) // _FEW), **how}
-    axes.plot(x, means, **look.drawn(), **how, label=label)
+def draw_band(axes: Axes, points: Band, label: str, look: Look, **options: Any) -> None:
+    """Draw the mean over seeds with error bars from the smallest to the largest, or with a band if points are many."""
+    x, means = list(points), list(seed_means(points).values())
+    if len(x) > _MAX_ERROR_BARS:  # markers that touch each other would hide the line
+        options = {"markevery": max(1, len(x) // _MAX_ERROR_BARS), **options}
+    axes.plot(x, means, **look.plot_options(), **options, label=label)
     if all(len(values) == 1 for values in points.values()):
         return
     low, high = [min(values) for values in points.values()], [max(values) for values in points.values()]
-    if len(x) > _FEW:
+    if len(x) > _MAX_ERROR_BARS:
         axes.fill_between(x, low, high, color=look.colour, alpha=0.2, linewidth=0)
     else:
-        reach = np.array([np.subtract(means, low), np.subtract(high, means)])
-        axes.errorbar(x, means, reach, fmt="none", ecolor=look.colour, elinewidth=1, capsize=2.5, label="_seeds")
+        errors = np.array([np.subtract(means, low), np.subtract(high, means)])
+        axes.errorbar(x, means, errors, fmt="none", ecolor=look.colour, elinewidth=1, capsize=2.5, label="_seeds")

@@ -1,4 +1,4 @@
-"""Registers everything with fairseq: the compatibility patches, the models, the criterions and the tasks."""
+"""Registers models, criterions and tasks with fairseq and applies the patches of ``compat``."""
 
 from fairseq_rpe import compat
 from fairseq_rpe.criterions import answer_cross_entropy, lm_cross_entropy

@@ -1,8 +1,9 @@
-"""Cross-entropy of a linear layer from tiles of its logits, so that (tokens, vocabulary) never lies in memory.
+"""Cross-entropy of a linear layer, computed from tiles of the logits, so that (tokens, V) is never stored.
 
 The loss of a target y with features x and output weights W (V, C) is log Σ_v exp(W_v·x) - W_y·x in nats, in float32.
-The sum over v is taken along from tile to tile of the vocabulary with its maximum. Training in float32 is torch's own
-``linear_cross_entropy`` where that exists (2.13 on); it does not sum a bfloat16 weight's gradient in float32.
+The sum over v is an online softmax over tiles of the vocabulary: sum and running maximum. Training in float32 uses
+torch's ``linear_cross_entropy`` where it exists (from 2.13 on); that one does not accumulate the gradient of bfloat16
+weights in float32, so other dtypes use the implementation here.
 """
 
 from collections.abc import Callable
@@ -11,52 +12,69 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.attention.double_backward import differentiable
+from fairseq_rpe.attention.double_backward import differentiable_gradients
 from fairseq_rpe.attention.toeplitz_attention import LOG2E
 
-CHUNK = 256  # tokens whose logits are in memory at a time in training, all types each
-# Tokens (on a CPU for each thread) and types of a tile: what a core's cache holds, and 128 MiB on a GPU.
+CHUNK = 256  # tokens per chunk of logits (CHUNK, V) in training
+# tokens (per thread on a CPU) and vocabulary entries of a tile: the size of a core's cache, and 128 MiB on a GPU
 TILES = {"cpu": (128, 1024), "cuda": (2048, 16384)}
 
 
-def _rows(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (n, 1) of a few tokens; exp(logit - maximum) in the last tile, and its sum (n, 1) over all tiles."""
+def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return losses (n, 1), exp(logit - maximum) of the last tile, and its sum (n, 1) over all tiles."""
     top = torch.full((len(x), 1), -torch.inf, device=x.device)
-    total, own = torch.zeros_like(top), torch.zeros_like(top)
+    total, target_logit = torch.zeros_like(top), torch.zeros_like(top)
     for start in range(0, len(weight), columns):
-        logits = F.linear(x, weight[start : start + columns]).float()
-        place = target[:, None] - start
-        inside = (place >= 0) & (place < logits.shape[1])
-        own = torch.where(inside, logits.gather(1, place.clamp(0, logits.shape[1] - 1)), own)
+        logits = F.linear(x, weight[start : start + columns]).float()  # (n, columns)
+        index = target[:, None] - start
+        inside = (index >= 0) & (index < logits.shape[1])
+        target_logit = torch.where(inside, logits.gather(1, index.clamp(0, logits.shape[1] - 1)), target_logit)
         highest = torch.maximum(top, logits.amax(-1, keepdim=True))
         logits.sub_(highest)
-        # the rounding of log2(e) would be in every sum: nothing to bfloat16, 5e-8 bits in float32
+        # exp2 is faster; the rounding of log2(e) does not matter in bfloat16 but adds 5e-8 bits in float32
         powers = logits.exp_() if x.dtype == torch.float32 else logits.mul_(LOG2E).exp2_()
         total = total * (top - highest).exp() + powers.sum(-1, keepdim=True)
         top = highest
-    return top - own + total.log(), powers, total
+    return top - target_logit + total.log(), powers, total
 
 
 @torch.no_grad()
 def target_losses(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """``F.cross_entropy(x @ weight.T, target, reduction="none")`` in float32, (N,), without the (N, V) logits."""
+    """Return ``F.cross_entropy(x @ weight.T, target, reduction="none")`` in float32 without storing all logits.
+
+    Args:
+        x: (N, C) features.
+        weight: (V, C) output weights.
+        target: (N,) int64.
+
+    Returns:
+        (N,) losses in nats.
+    """
     rows, columns = TILES.get(x.device.type, TILES["cpu"])
     if x.device.type == "cpu":
         rows *= torch.get_num_threads()
-    parts = zip(x.split(rows), target.split(rows), strict=True)
-    return torch.cat([_rows(xb, weight, tb, columns)[0][:, 0] for xb, tb in parts])
+    batches = zip(x.split(rows), target.split(rows), strict=True)
+    return torch.cat([_tile_losses(xb, weight, tb, columns)[0][:, 0] for xb, tb in batches])
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduce: bool = True) -> Tensor:
-    """``F.cross_entropy(x @ weight.T, target)`` in float32; products in autocast's dtype where it is on.
+    """Return ``F.cross_entropy(x @ weight.T, target)`` in float32, with matrix products in autocast's dtype.
 
-    x (N, C) features, weight (V, C), target (N,) int64, of which those of ``ignore_index`` count nothing. The sum over
-    tokens; without ``reduce`` one loss per token, (N,), with all logits if there must be gradients. The gradients of
-    the sum are made during the forward pass, so a second backward through it is not possible. Second derivatives
-    (``create_graph=True``) are those of all logits.
+    Gradients of the sum are computed in the forward pass, so a second backward pass through it is not possible. Second
+    derivatives (``create_graph=True``) are computed from all logits.
+
+    Args:
+        x: (N, C) features.
+        weight: (V, C) output weights.
+        target: (N,) int64.
+        ignore_index: targets with this value have no loss.
+        reduce: sum over tokens; otherwise (N,) losses, which need all logits if gradients are enabled.
+
+    Returns:
+        The loss in nats.
     """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if not torch.is_grad_enabled():
         losses = target_losses(x.to(dtype), weight.to(dtype), target).masked_fill(target == ignore_index, 0)
         return losses.sum() if reduce else losses
@@ -64,14 +82,14 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
         logits = F.linear(x.to(dtype), weight.to(dtype)).float()
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
     if dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
-        choice = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK)
-        loss = F.linear_cross_entropy(x, weight, target, reduction="sum", ignore_index=ignore_index, options=choice)
+        chunking = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK)
+        loss = F.linear_cross_entropy(x, weight, target, reduction="sum", ignore_index=ignore_index, options=chunking)
         return _TwiceDifferentiable.apply(loss, x, weight, target, ignore_index)
-    return _Sum.apply(x, weight, target, ignore_index, dtype)
+    return _LossSum.apply(x, weight, target, ignore_index, dtype)
 
 
-class _Sum(torch.autograd.Function):
-    """Products in ``dtype``; the gradient of the weight is summed in float32 and is not rounded on the way to it."""
+class _LossSum(torch.autograd.Function):
+    """Sum of losses with matrix products in ``dtype``; the weight's gradient is accumulated in float32."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -80,19 +98,19 @@ class _Sum(torch.autograd.Function):
         loss = x.new_zeros((), dtype=torch.float32)
         low_x, low_weight = x.to(dtype), weight.to(dtype)
         for start in range(0, x.shape[0], CHUNK):
-            part = slice(start, start + CHUNK)
-            keep = (target[part] != ignore_index)[:, None]
-            losses, powers, total = _rows(low_x[part], low_weight, target[part], len(weight))
+            chunk = slice(start, start + CHUNK)
+            keep = (target[chunk] != ignore_index)[:, None]
+            losses, powers, total = _tile_losses(low_x[chunk], low_weight, target[chunk], len(weight))
             loss += (losses * keep).sum()
-            label = target[part, None].where(keep, 0)
+            label = target[chunk, None].where(keep, 0)
             dlogits = powers.div_(total)
             dlogits.scatter_add_(1, label, -torch.ones_like(total))
             dlogits = dlogits.mul_(keep).to(dtype)
-            dx[part] = dlogits @ low_weight
+            dx[chunk] = dlogits @ low_weight
             if dtype == dweight.dtype:
-                dweight.addmm_(dlogits.T, low_x[part])  # spares a second (V, C)
+                dweight.addmm_(dlogits.T, low_x[chunk])  # without a second (V, C) tensor
             else:
-                dweight += dlogits.T @ low_x[part]
+                dweight += dlogits.T @ low_x[chunk]
         ctx.save_for_backward(dx, dweight.to(weight.dtype), x, weight, target)
         ctx.settings = ignore_index, dtype
         return loss
@@ -102,12 +120,12 @@ class _Sum(torch.autograd.Function):
         dx, dweight, x, weight, target = ctx.saved_tensors
         formula = _formula(target, *ctx.settings)
         needs = ctx.needs_input_grad[:2]
-        found = differentiable(lambda: (dx.mul_(grad), dweight.mul_(grad)), formula, grad, (x, weight), needs)
-        return *found, None, None, None
+        grads = differentiable_gradients(lambda: (dx.mul_(grad), dweight.mul_(grad)), formula, grad, (x, weight), needs)
+        return *grads, None, None, None
 
 
 class _TwiceDifferentiable(torch.autograd.Function):
-    """torch's own sum, whose gradients autograd takes for constants, with second derivatives."""
+    """Adds second derivatives to torch's own sum, whose gradients are constants for autograd."""
 
     @staticmethod
     def forward(ctx, loss: Tensor, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -126,14 +144,14 @@ class _TwiceDifferentiable(torch.autograd.Function):
             leaves = [a.detach().requires_grad_(need) for a, need in zip((x, weight), needs, strict=True)]
             with torch.enable_grad():
                 loss = formula(*leaves)
-            found = iter(torch.autograd.grad(loss, [a for a in leaves if a.requires_grad], grad))
-            return tuple(next(found) if need else None for need in needs)
+            grads = iter(torch.autograd.grad(loss, [a for a in leaves if a.requires_grad], grad))
+            return tuple(next(grads) if need else None for need in needs)
 
-        return None, *differentiable(compute, formula, grad, (x, weight), needs), None, None
+        return None, *differentiable_gradients(compute, formula, grad, (x, weight), needs), None, None
 
 
 def _formula(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """The sum as a function of features and output weights, from all logits."""
+    """Return the sum of losses as a function of features and output weights, computed from all logits."""
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         logits = F.linear(x.to(dtype), weight.to(dtype)).float()

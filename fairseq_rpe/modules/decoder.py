@@ -1,4 +1,4 @@
-"""A fairseq language-model decoder whose positions come from an encoding."""
+"""fairseq's language-model decoder with any positional encoding."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -10,49 +10,74 @@ from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_rpe.attention import Plan, check_eps, choose
-from fairseq_rpe.attention.forward import Tables, check_separable, counted, plan_of, separated
-from fairseq_rpe.core.bias import Positions, ToeplitzBias
+from fairseq_rpe.attention import AttentionPlan, check_eps, choose_backend
+from fairseq_rpe.attention.forward import (
+    BiasCache,
+    build_plan,
+    check_separable,
+    positions_from_documents,
+    positions_from_padding,
+)
+from fairseq_rpe.core.bias import ToeplitzBias
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.modules.attention import MovableCache, RPEDecoderLayer
-from fairseq_rpe.positions.position_transforms import Moves
+from fairseq_rpe.positions.position_transforms import PositionTransforms
 
-Cache = dict[str, Any] | None  # keys and values of earlier tokens
-# what --compute-dtype names: the dtype of matrix products, parameters and residual stream stay in float32
-COMPUTE = {"fp32": None, "bf16": torch.bfloat16}
+Cache = dict[str, Any] | None  # KV cache
+# values of --compute-dtype: dtype of matrix products; parameters and residual stream stay in float32
+COMPUTE_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 class RPEDecoder(TransformerDecoderBase):
     """fairseq's decoder with its own layer loop.
 
-    ``encodings`` are one for all layers, or one per layer; ``backend`` names that of attention; ``compute`` is a key of
-    :data:`COMPUTE`.
+    Args:
+        cfg: fairseq's TransformerConfig.
+        dictionary: dictionary of the tokens.
+        embed_tokens: embedding of the tokens.
+        encodings: one encoding for all layers, or one per layer.
+        position_transforms: transforms of positions in training and evaluation.
+        backend: name of the attention backend.
+        compute: key of :data:`COMPUTE_DTYPES`.
     """
 
     def __init__(
-        self, cfg, dictionary, embed_tokens, encodings: list[Encoding], moves: Moves, backend: str, compute: str
+        self,
+        cfg,
+        dictionary,
+        embed_tokens,
+        encodings: list[Encoding],
+        position_transforms: PositionTransforms,
+        backend: str,
+        compute: str,
     ) -> None:
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=True)
         for index, layer in enumerate(self.layers.children()):
             layer.index = index
         self.checkpointed = bool(cfg.checkpoint_activations)
         self.encodings = nn.ModuleList(encodings)
-        self.moves = moves
+        self.position_transforms = position_transforms
         self.length_dependent = any(e.length_dependent for e in encodings)
         self.needs_token_ids = any(e.needs_token_ids for e in encodings)
-        self.compute = COMPUTE[compute]
-        self.attend = choose(backend, encodings)
+        self.compute = COMPUTE_DTYPES[compute]
+        self.attend = choose_backend(backend, encodings)
         self.eps = 0.0
 
     def prune_attention(self, eps: float) -> None:
-        """From here on leave out up to ``eps`` of each query's attention, far keys that provably weigh no more.
+        """Skip far keys that provably hold at most ``eps`` of each query's attention, from now on.
 
-        For evaluation, on a CPU or with the backend triton; ``attention/prune.py`` has the bound of the error. Raises
-        UserError: eps is not between 0 and 1, or this model cannot be pruned.
+        For evaluation, on a CPU or with the backend triton; ``attention/prune.py`` derives the bound of the error.
+
+        Args:
+            eps: fraction of the attention that may be skipped, between 0 and 1.
+
+        Raises:
+            UserError: eps is not between 0 and 1, or the model cannot be pruned.
         """
         check_eps(eps)
-        if not self.attend.prunes:
+        if not self.attend.supports_pruning:
             raise UserError("attention prunes on the backends sdpa and triton: choose --attention-backend sdpa")
         for encoding in self.encodings:
             if encoding.needs_token_ids or not isinstance(encoding.position_bias(Positions.arange(2)), ToeplitzBias):
@@ -60,15 +85,18 @@ class RPEDecoder(TransformerDecoderBase):
         self.eps = eps
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
+        """Return a layer; fairseq calls this."""
         return RPEDecoderLayer(cfg, no_encoder_attn)
 
     def set_num_updates(self, num_updates: int) -> None:
-        self.moves.set_num_updates(num_updates)
+        """Tell the position transforms the number of updates so far; fairseq calls this."""
+        self.position_transforms.set_num_updates(num_updates)
 
-    def computing(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Matrix products in the chosen dtype; evaluation computes its logits outside, in float32.
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context in which matrix products have the compute dtype; evaluation computes logits outside of it.
 
-        Raises UserError: the parameters are in half precision already.
+        Raises:
+            UserError: the parameters are in half precision.
         """
         if self.compute is None:
             return nullcontext()
@@ -77,9 +105,11 @@ class RPEDecoder(TransformerDecoderBase):
         return torch.autocast(device.type, self.compute)
 
     def max_positions(self) -> int:
-        return 2**31 - 1  # fairseq drops longer blocks in silence, so the model names no smaller limit
+        """Return a limit that no text exceeds; fairseq silently drops texts that are longer."""
+        return 2**31 - 1
 
-    def encoding_of(self, layer: int) -> Encoding:
+    def layer_encoding(self, layer: int) -> Encoding:
+        """Return the encoding of a layer, counted from 0 in the full stack."""
         return self.encodings[layer if len(self.encodings) > 1 else 0]
 
     def forward(
@@ -95,23 +125,23 @@ class RPEDecoder(TransformerDecoderBase):
         return_all_hiddens: bool = False,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Tokens to logits, or with ``features_only`` to features.
+        """Compute logits, or features with ``features_only``.
 
         Args:
-            prev_output_tokens: (B, m) ids of the tokens.
-            encoder_out: None, there is no encoder.
-            incremental_state: keys and values of earlier tokens, or None.
-            features_only: leave out the output projection.
-            full_context_alignment: False, as the next three are None or without effect here, as in fairseq's decoder.
-            alignment_layer: None.
-            alignment_heads: None.
+            prev_output_tokens: (B, m) token ids.
+            encoder_out: must be None.
+            incremental_state: KV cache of earlier tokens, or None.
+            features_only: skip the output projection.
+            full_context_alignment: must be False.
+            alignment_layer: must be None.
+            alignment_heads: must be None.
             src_lengths: not read.
             return_all_hiddens: not read.
-            documents: (B, m) integers, neighbours with one number are of one document, and each document is read as if
-                it were alone in its row; None: a row is one text.
+            documents: (B, m) document numbers; neighbours with the same number form a document, which is read as if it
+                were alone in its row. None: a row is one text.
 
         Returns:
-            (B, n, types) or (B, n, C), n = m or those not yet cached; and the states of the layers.
+            (B, n, V) logits or (B, n, C) features of the n tokens that are not in the cache, and the layers' states.
 
         Raises:
             UserError: what :meth:`extract_features` refuses.
@@ -135,23 +165,34 @@ class RPEDecoder(TransformerDecoderBase):
         documents: Tensor | None = None,
         **alignment: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Tokens (B, m) -> features (B, n, C): n = m, or those not yet cached in ``incremental_state``.
+        """Compute the features before the output projection.
 
-        ``documents``: as in :meth:`forward`. Raises UserError: what an encoder has, or documents with a cache, with
-        positions that a transform moves, or with an encoding that does not treat them as it would each alone.
-        """
-        if any(asked is not None and asked is not False for asked in (encoder_out, *alignment.values())):
-            raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
-        with self.computing(prev_output_tokens.device):
-            return self._features(prev_output_tokens, incremental_state, documents)
+        Args:
+            prev_output_tokens: (B, m) token ids.
+            encoder_out: must be None.
+            incremental_state: KV cache of earlier tokens, or None.
+            documents: (B, m) document numbers as in :meth:`forward`.
+            alignment: must be None or False.
 
-    def check_separable(self) -> None:
-        """Refuse to read documents that share rows as if each were alone.
+        Returns:
+            (B, n, C) features of the n tokens that are not in the cache, and the layers' states.
 
         Raises:
-            UserError: a position transform is in force, or an encoding reads more of a row than positions.
+            UserError: an encoder, full context or alignment is given; or documents are given with a cache, with a
+                position transform, or with an encoding that cannot separate documents.
         """
-        if self.moves.active(self.training) is not None:
+        if any(option is not None and option is not False for option in (encoder_out, *alignment.values())):
+            raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
+        with self.autocast(prev_output_tokens.device):
+            return self._features(prev_output_tokens, incremental_state, documents)
+
+    def check_separate_documents(self) -> None:
+        """Check that documents in one row can be read as if each were alone.
+
+        Raises:
+            UserError: a position transform is active, or an encoding reads more of a row than positions.
+        """
+        if self.position_transforms.active(self.training) is not None:
             raise UserError("position transforms move whole rows, not separate documents: use --blocks document")
         for encoding in self.encodings:
             check_separable(encoding)
@@ -159,83 +200,83 @@ class RPEDecoder(TransformerDecoderBase):
     def _features(
         self, prev_output_tokens: Tensor, incremental_state: Cache, documents: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        tokens = prev_output_tokens[:, self._cached(incremental_state) :]
-        # positions of a model in float64 are float64, too; adaptive inputs have several tables
-        wide = torch.promote_types(next(self.embed_tokens.parameters()).dtype, torch.float32)
-        unread, last_query = prev_output_tokens.eq(self.padding_idx), None
+        tokens = prev_output_tokens[:, self._cached_tokens(incremental_state) :]  # (B, n)
+        # float32 or wider, so that float64 models have float64 positions; adaptive inputs have several tables
+        dtype = torch.promote_types(next(self.embed_tokens.parameters()).dtype, torch.float32)
+        is_padding, last_query = prev_output_tokens.eq(self.padding_idx), None
         if documents is None:
-            positions, padding = counted(unread, tokens.shape[1], self.length_dependent, wide)
+            positions, padding = positions_from_padding(is_padding, tokens.shape[1], self.length_dependent, dtype)
         else:
             if incremental_state is not None:
                 raise UserError("a text that is decoded with a cache is one document: leave documents out")
-            self.check_separable()
-            positions, last_query = separated(documents.masked_fill(unread, -1), wide)
+            self.check_separate_documents()
+            positions, last_query = positions_from_documents(documents.masked_fill(is_padding, -1), dtype)
             padding = None
-        moves = self.moves.active(self.training)
-        if moves is not None:
+        transform = self.position_transforms.active(self.training)
+        if transform is not None:
             lengths = prev_output_tokens.ne(self.padding_idx).sum(1).cpu()
-            drawn = moves.random and not self.training
-            rows = [ids[ids.ne(self.padding_idx)] for ids in prev_output_tokens.cpu()] if drawn else []
-            positions = self.moves(positions, lengths, self.training, incremental_state is not None, rows)
+            seeded_by_tokens = transform.random and not self.training
+            rows = [ids[ids.ne(self.padding_idx)] for ids in prev_output_tokens.cpu()] if seeded_by_tokens else []
+            positions = self.position_transforms(positions, lengths, self.training, incremental_state is not None, rows)
 
         if self.needs_token_ids:
             ids = prev_output_tokens.masked_fill(prev_output_tokens.eq(self.padding_idx), -1)
             positions = replace(positions, tokens=ids)
 
-        x = self.embed_scale * self.embed_tokens(tokens.contiguous())
-        for change in (self.quant_noise, self.project_in_dim):
-            x = x if change is None else change(x)
+        x = self.embed_scale * self.embed_tokens(tokens.contiguous())  # (B, n, C)
+        for module in (self.quant_noise, self.project_in_dim):
+            x = x if module is None else module(x)
         x = self.encodings[0].embed(x, positions)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
-        x = self.dropout_module(x).transpose(0, 1)
+        x = self.dropout_module(x).transpose(0, 1)  # (n, B, C)
 
         states = [x]
-        plans: dict[int, Plan] = {}
-        tables = self._tables(incremental_state)
-        stay = not isinstance(incremental_state, MovableCache) and self.moves.length_invariant(self.training)
+        plans: dict[int, AttentionPlan] = {}
+        bias_cache = self._bias_cache(incremental_state)
+        fixed_positions = self.position_transforms.length_invariant(self.training)
+        can_rotate_keys = bias_cache is not None and fixed_positions and not isinstance(incremental_state, MovableCache)
         for layer in self.layers:
-            encoding = self.encoding_of(layer.index)
+            encoding = self.layer_encoding(layer.index)
             if id(encoding) not in plans:
-                turned = tables is not None and stay and encoding.rotates and encoding.fixed_rotation
-                plans[id(encoding)] = plan_of(
+                plans[id(encoding)] = build_plan(
                     encoding,
                     positions,
                     padding,
                     self.attend,
                     self.eps,
-                    turned=turned,
-                    tables=tables,
+                    keys_rotated=can_rotate_keys and encoding.rotates and encoding.fixed_rotation,
+                    bias_cache=bias_cache,
                     last_query=last_query,
                 )
-            x = self._run(layer, x, incremental_state, plans[id(encoding)])
+            x = self._run_layer(layer, x, incremental_state, plans[id(encoding)])
             states.append(x)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
-        x = x.transpose(0, 1)
+        x = x.transpose(0, 1)  # (B, n, C)
         if self.project_out_dim is not None:
             x = self.project_out_dim(x)
         if self.compute is not None:
             x = x.float()
         return x, {"attn": [None], "inner_states": states}
 
-    def _cached(self, incremental_state: Cache) -> int:
-        """Tokens whose keys and values are in the cache: the next call may bring one more, or a whole prompt."""
+    def _cached_tokens(self, incremental_state: Cache) -> int:
+        """Return the number of tokens in the KV cache."""
         cache = self.layers[0].self_attn._get_input_buffer(incremental_state) if incremental_state else {}
         return cache["prev_key"].shape[2] if "prev_key" in cache else 0
 
-    def _tables(self, incremental_state: Cache) -> Tables | None:
-        """Those of the text that is in the cache; None: there is no cache."""
+    def _bias_cache(self, incremental_state: Cache) -> BiasCache | None:
+        """Return the bias cache of the text in the KV cache; None without a KV cache."""
         if incremental_state is None:
             return None
-        tables = self.get_incremental_state(incremental_state, "tables")
-        if tables is None:
-            tables = dict[int, Any]()
-            self.set_incremental_state(incremental_state, "tables", tables)
-        return tables
+        bias_cache = self.get_incremental_state(incremental_state, "bias_cache")
+        if bias_cache is None:
+            bias_cache = dict[int, Any]()
+            self.set_incremental_state(incremental_state, "bias_cache", bias_cache)
+        return bias_cache
 
-    def _run(self, layer: nn.Module, x: Tensor, incremental_state: Cache, plan: Plan) -> Tensor:
+    def _run_layer(self, layer: nn.Module, x: Tensor, incremental_state: Cache, plan: AttentionPlan) -> Tensor:
         if self.checkpointed and self.training and torch.is_grad_enabled():
-            # not fairseq's reentrant wrapper: the layers share the graph of the bias, which that would free too early
+            # not reentrant as in fairseq: layers share the bias' graph, which that would free too early
             layer = partial(checkpoint, layer, use_reentrant=False)
         return layer(x, None, None, incremental_state, self_attn_mask=plan)[0]

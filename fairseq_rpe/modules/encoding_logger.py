@@ -1,4 +1,4 @@
-"""What TensorBoard shows of the encodings while they are trained."""
+"""Logs encodings to TensorBoard during training."""
 
 import os
 from typing import Any
@@ -10,111 +10,118 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from fairseq_rpe.analysis.bias_history import History
-from fairseq_rpe.analysis.bias_map import bias_map, some_heads
+from fairseq_rpe.analysis.bias_snapshots import BiasHistory, bias_map, spread_heads
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding
-from fairseq_rpe.figures.biases import maps_of_heads, of_heads
+from fairseq_rpe.figures.biases import draw_head_maps, draw_head_profiles
 
-_DPI = 115  # two pictures of four heads side by side in a window of 1920 pixels
+_DPI = 115  # two figures of four heads side by side fit into a window of 1920 pixels
 
 
-class Inspector:
-    """Pictures, learned quantities and histograms of a decoder's encodings, every few updates of its training.
+class EncodingLogger:
+    """Forward pre-hook of a decoder that logs figures, learned scalars and histograms of its encodings.
 
-    A forward pre-hook of the decoder. What is written at step k is the state after k updates. A loaded checkpoint
-    writes nothing: it hears of updates too, but runs no forward pass in training mode. Validation within a training
-    run does look, at the update just made: that is how the last one is seen.
+    The values at step k are those after k updates. A loaded checkpoint logs nothing, because it runs no forward pass in
+    training mode. Validation during a training logs the update that was just made, which covers the last update.
+    Only the first data-parallel rank writes.
 
-    The events, and profiles as JSON lines, go into the folder ``encodings`` of ``folder``, fairseq's
-    --tensorboard-logdir. Pictures show ``length`` tokens, the training length. The first data-parallel rank writes.
+    Args:
+        spec: the encoding, for titles and messages.
+        every: updates between two logs.
+        folder: fairseq's --tensorboard-logdir; events and JSON lines of bias profiles go into its folder ``encodings``.
+        length: tokens shown in figures, the training length.
+        rank: data-parallel rank of this process.
     """
 
     def __init__(self, spec: str, every: int, folder: str, length: int, rank: int) -> None:
         self.spec, self.every, self.length, self.rank = spec, every, length, rank
         self.folder = os.path.join(folder, "encodings")
-        self.trained, self.written = -1, -1
+        self.last_update, self.last_logged = -1, -1
         self.before: list[Tensor] | None = None
         self.writer: SummaryWriter | None = None
-        self.history: History | None = None
+        self.history: BiasHistory | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """As new: a writer's thread cannot be copied, and a copied model is a model of its own."""
-        return {**self.__dict__, "trained": -1, "written": -1, "before": None, "writer": None, "history": None}
+        """Return the initial state: a writer's thread cannot be copied, and a copied model logs on its own."""
+        return {**self.__dict__, "last_update": -1, "last_logged": -1, "before": None, "writer": None, "history": None}
 
     def __call__(self, decoder: Any, _inputs: Any) -> None:
-        """Raises UserError if the encoding has no bias; here, since a checkpoint may be evaluated with another one."""
-        update = decoder.moves.update
+        """Log if the update is due.
+
+        Raises:
+            UserError: the encoding has no bias. Checked here, because a checkpoint may be evaluated with another one.
+        """
+        update = decoder.position_transforms.update
         if not decoder.training:
-            if update == self.trained and self.before is not None and self._stepped(decoder.encodings):
+            if update == self.last_update and self.before is not None and self._has_changed(decoder.encodings):
                 self.before = None
-                self._look(decoder.encodings, update + 1)
+                self._log(decoder.encodings, update + 1)
             return
-        if update == self.trained:
+        if update == self.last_update:
             return
-        if self.trained < 0:
+        if self.last_update < 0:
             if not decoder.encodings[0].adds_bias:
                 raise UserError(
-                    f"--rpe-inspect-every: '{self.spec}' has no bias to show: drop the flag, or name an encoding with "
+                    f"--rpe-log-encodings-every: '{self.spec}' has no bias to show: drop the flag, or name one with "
                     "a bias"
                 )
             if self.rank == 0:
-                # what an interrupted run wrote from here on will be written again
+                # events that an interrupted run wrote after this update are written again
                 self.writer = SummaryWriter(self.folder, purge_step=update)
-                self.history = History(self.folder, update, self.length)
-        self.trained = update
+                self.history = BiasHistory(self.folder, update, self.length)
+        self.last_update = update
         if self.rank == 0:
-            self._look(decoder.encodings, update)
+            self._log(decoder.encodings, update)
             due = (update + 1) % self.every == 0
             self.before = [p.detach().clone() for p in decoder.encodings.parameters()] if due else None
 
-    def _stepped(self, encodings: nn.ModuleList) -> bool:
-        """Whether the update was made: it is skipped where 16-bit gradients overflow."""
+    def _has_changed(self, encodings: nn.ModuleList) -> bool:
+        """Return whether the parameters changed; fairseq skips an update if 16-bit gradients overflow."""
         now = list(encodings.parameters())
         return not now or any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True))
 
     @torch.no_grad()
-    def _look(self, encodings: nn.ModuleList, step: int) -> None:
-        if step % self.every or step == self.written:
+    def _log(self, encodings: nn.ModuleList, step: int) -> None:
+        if step % self.every or step == self.last_logged:
             return
-        self.written = step
+        self.last_logged = step
         profiles = {}
         for index, encoding in enumerate(encodings):
-            place = f"layer{index}" if len(encodings) > 1 else "model"
+            tag = f"layer{index}" if len(encodings) > 1 else "model"
             device = next((p.device for p in encoding.parameters()), torch.device("cpu"))
-            # an encoding that draws must not move the draws of the training
+            # an encoding that samples must not change the random numbers of the training
             forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
             with forked, torch.autocast(device.type, enabled=False):
-                profiles[place] = encoding.bias_profile(self.length).cpu()
-                self._write(encoding, place, profiles[place])
+                profiles[tag] = encoding.bias_profile(self.length).cpu()
+                self._write(encoding, tag, profiles[tag])
         self.history.add(step, profiles)
         self.writer.flush()
 
-    def _write(self, encoding: Encoding, place: str, profile: Tensor) -> None:
+    def _write(self, encoding: Encoding, tag: str, profile: Tensor) -> None:
         for name, value in encoding.logged_scalars().items():
             values = value.detach().double().cpu()
             if values.dim() == 0:
-                self.writer.add_scalar(f"rpe/{name}/{place}", values.item(), self.written)
+                self.writer.add_scalar(f"rpe/{name}/{tag}", values.item(), self.last_logged)
                 continue
-            for head, number in enumerate(values.flatten().tolist(), start=1):
-                self.writer.add_scalar(f"rpe/{name}/{place}/head{head}", number, self.written)
-            self._histogram(f"rpe_heads/{name}/{place}", values)
+            for head, scalar in enumerate(values.flatten().tolist(), start=1):
+                self.writer.add_scalar(f"rpe/{name}/{tag}/head{head}", scalar, self.last_logged)
+            self._histogram(f"rpe_heads/{name}/{tag}", values)
         for name, parameter in encoding.named_parameters():
-            self._histogram(f"rpe_parameters/{place}/{name}", parameter.detach().double().cpu())
-        title = f"{self.spec}, {place}, after {self.written} updates"
-        self._picture(f"bias_profile/{place}", of_heads(profile, title))
-        heads = some_heads(encoding.heads)
+            self._histogram(f"rpe_parameters/{tag}/{name}", parameter.detach().double().cpu())
+        title = f"{self.spec}, {tag}, after {self.last_logged} updates"
+        self._figure(f"bias_profile/{tag}", draw_head_profiles(profile, title))
+        heads = spread_heads(encoding.heads)
         bias, step = bias_map(encoding, self.length, heads)
-        self._picture(f"exp_bias/{place}", maps_of_heads(bias, title, heads, step))
+        self._figure(f"exp_bias/{tag}", draw_head_maps(bias, title, heads, step))
 
     def _histogram(self, tag: str, values: Tensor) -> None:
         values = values[values.isfinite()]
         if len(values):
-            self.writer.add_histogram(tag, values.numpy(), self.written)
+            self.writer.add_histogram(tag, values.numpy(), self.last_logged)
 
-    def _picture(self, tag: str, figure: Figure) -> None:
-        # not add_figure, which loads pyplot and with it a backend
+    def _figure(self, tag: str, figure: Figure) -> None:
+        # add_figure would import pyplot and with it a GUI backend
         figure.set_dpi(_DPI)
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
-        self.writer.add_image(tag, np.asarray(canvas.buffer_rgba())[..., :3], self.written, dataformats="HWC")
+        self.writer.add_image(tag, np.asarray(canvas.buffer_rgba())[..., :3], self.last_logged, dataformats="HWC")

@@ -1,7 +1,7 @@
-"""What a position transform is: a function from the plain index of a token to the position that encodings see.
+"""Base class of position transforms, which map the index of each token to the position that encodings see.
 
-Transforms know no encoding and no attention backend. One call serves a whole forward pass, so that all layers see the
-same positions. Random ones draw from the CPU generator that they are given and from nothing else.
+A transform is independent of encodings and attention backends. It is called once per forward pass, so all layers see
+the same positions. Random transforms draw only from the CPU generator that is passed to them.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fairseq_rpe.core.arguments import check_count, described
+from fairseq_rpe.core.arguments import check_count, describe_value
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.registry import Registry
 
-EXACT = 1 << 24  # float32 holds every whole number up to here
+MAX_EXACT_POSITION = 1 << 24  # float32 represents all integers up to here
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class TransformedPositions:
 
     Attributes:
         k: (B or 1, m) positions, in the dtype and on the device of the index.
-        step: every difference between real tokens of a row is a multiple of it; None where spacing is arbitrary.
-        contiguous: the transform keeps even spacing: real tokens one index apart are exactly ``step`` apart. Whether
-            the *columns* are one index apart (no padding inside a row) is for the caller to add.
+        step: differences between positions of real tokens of a row are multiples of it; None if spacing is arbitrary.
+        contiguous: real tokens one index apart are exactly ``step`` apart. The caller checks whether *columns* are one
+            index apart, that is, whether there is no padding inside a row.
     """
 
     k: Tensor
@@ -35,19 +35,25 @@ class TransformedPositions:
 
 
 class Transform:
-    """Base class of all position transforms. Fill ``move``; check options against each other in ``setup``.
+    """Base class of all position transforms. Implement ``transform``; check options in ``setup``.
 
-    ``config`` is an instance of ``Config``; ``train_length`` the training length in tokens, where known; ``longest``,
-    settled by ``setup``, the tokens of the longest row that has positions, None for no limit.
+    Args:
+        config: an instance of ``Config``, a frozen dataclass of the options.
+        train_length: training length in tokens, or None if unknown.
 
-    Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function),
-    ``fractional`` (may put a token between two whole positions), ``settled`` (a token stays where it is when its row
-    gets longer; False, as here, is always right), ``evaluation`` (the transform that a model trained with this one is
-    evaluated with where the user names none).
+    Attributes:
+        formula: the transform in one line.
+        paper: reference in one line.
+        random: positions are drawn at random.
+        fractional: positions may be fractions.
+        length_invariant: a token keeps its position when its row gets longer. False, the default, is always correct.
+        evaluation: spec of the transform for evaluation of a model trained with this one, unless the user names one.
+        max_length: length in tokens of the longest row that has positions, set by ``setup``; None for no limit.
     """
 
     @dataclass(frozen=True)
-    class Config: ...
+    class Config:
+        """No options; subclasses declare theirs with ``option``."""
 
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
@@ -55,26 +61,28 @@ class Transform:
     fractional: bool = False
     length_invariant: bool = False
     evaluation: str = "identity"
-    longest: int | None = None
+    max_length: int | None = None
 
     def __init__(self, config: Any, train_length: int | None = None) -> None:
         self.config, self.train_length = config, train_length
         self.setup()
 
     def setup(self) -> None:
-        """Check and prepare; ``config`` and ``train_length`` are set."""
+        """Check the options. ``config`` and ``train_length`` are set before this is called."""
 
     def __call__(
         self, index: Tensor, lengths: Tensor, generator: torch.Generator | None = None
     ) -> TransformedPositions:
-        """Move the tokens of one forward pass; ``generator`` is on the CPU.
+        """Return the positions of the tokens of one forward pass.
 
-        index (B or 1, m) float: the plain positions 0, 1, 2 … of each row counted without padding; tokens that are
-        padding hold anything. lengths (B,) int64: real tokens of each row.
+        Args:
+            index: (B or 1, m) float plain positions 0, 1, 2 … of each row, counted without padding; values at padding
+                are arbitrary.
+            lengths: (B,) int64 number of real tokens of each row.
+            generator: generator on the CPU, for random transforms.
 
         Raises:
-            UserError: the transform draws random numbers and there is no generator, or an argument is of another type,
-                dtype or shape.
+            UserError: a random transform gets no generator, or an argument has a wrong type, dtype or shape.
         """
         _check(index, lengths, generator)
         if self.random and generator is None:
@@ -82,16 +90,17 @@ class Transform:
         return self.transform(index, lengths, generator)
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
+        """Return the positions of the tokens; the arguments of ``__call__``, which checks them."""
         raise NotImplementedError
 
 
 def _check(index: Any, lengths: Any, generator: Any) -> None:
     if not isinstance(index, Tensor) or index.dim() != 2 or index.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"index is a float32 or float64 tensor (batch or 1, tokens), not {_kind(index)}")
+        raise UserError(f"index must be a float32 or float64 tensor (batch or 1, tokens), not {_kind(index)}")
     if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype != torch.int64 or not len(lengths):
-        raise UserError(f"lengths are an int64 tensor (batch,), not {_kind(lengths)}")
+        raise UserError(f"lengths must be an int64 tensor (batch,), not {_kind(lengths)}")
     if len(index) not in (1, len(lengths)):
-        raise UserError(f"index has {len(index)} rows and lengths are of {len(lengths)}: give those of the same rows")
+        raise UserError(f"index has {len(index)} rows and lengths has {len(lengths)}: pass those of the same rows")
     for name, x in (("index", index), ("lengths", lengths)):
         if x.is_meta or x.layout != torch.strided:
             raise UserError(f"{name} must be a dense tensor with values, not {x.layout} on {x.device}")
@@ -100,127 +109,157 @@ def _check(index: Any, lengths: Any, generator: Any) -> None:
 
 def _check_generator(generator: Any) -> None:
     if generator is not None and (not isinstance(generator, torch.Generator) or generator.device.type != "cpu"):
-        raise UserError(f"generator is a torch.Generator on the CPU, not {described(generator)}")
+        raise UserError(f"generator must be a torch.Generator on the CPU, not {describe_value(generator)}")
 
 
 def _kind(x: Any) -> str:
-    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else described(x)
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else describe_value(x)
 
 
 registry: Registry[type[Transform]] = Registry("position transform", "fairseq_rpe.positions")
 register = registry.register
 
 
-class Fixed(Transform):
-    """Looks positions up in a table, one for all rows or one for each; not registered, made by :func:`freeze`."""
+class FrozenPositions(Transform):
+    """Positions from a table (1 or B, n), as made by :func:`freeze`; not registered.
+
+    Args:
+        positions: the table, one row for all rows or one for each.
+        fractional: the table has fractions.
+    """
 
     length_invariant = True
 
-    def __init__(self, moved: TransformedPositions, fractional: bool) -> None:
-        self.moved, self.fractional = moved, fractional
+    def __init__(self, positions: TransformedPositions, fractional: bool) -> None:
+        self.positions, self.fractional = positions, fractional
         super().__init__(self.Config())
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
-        table = self.moved.k.to(index)
+        """Return the positions (B or 1, m) of the tokens."""
+        table = self.positions.k.to(index)
         if int(lengths.max()) > table.shape[1]:
             raise UserError(
                 f"a row of {int(lengths.max())} tokens is longer than the {table.shape[1]} frozen positions"
             )
         at, rows = index.clamp(0, table.shape[1] - 1).long(), max(len(index), len(table))
         return TransformedPositions(
-            table.expand(rows, -1).gather(1, at.expand(rows, -1)), self.moved.step, self.moved.contiguous
+            table.expand(rows, -1).gather(1, at.expand(rows, -1)), self.positions.step, self.positions.contiguous
         )
 
-    def of_rows(self, order: Tensor) -> "Fixed":
-        """The same for the rows ``order`` (B',) int64 of these."""
-        if len(self.moved.k) == 1:
+    def select_rows(self, order: Tensor) -> "FrozenPositions":
+        """Return the positions of the rows ``order`` (B',) int64."""
+        if len(self.positions.k) == 1:
             return self
-        moved = TransformedPositions(
-            self.moved.k[order.to(self.moved.k.device)], self.moved.step, self.moved.contiguous
+        selected = TransformedPositions(
+            self.positions.k[order.to(self.positions.k.device)], self.positions.step, self.positions.contiguous
         )
-        return Fixed(moved, self.fractional)
+        return FrozenPositions(selected, self.fractional)
 
 
 def freeze(transform: Transform, length: int, generator: torch.Generator | None = None) -> Transform:
-    """The positions that ``transform`` gives a finished row of ``length`` tokens; longer rows are refused.
+    """Return a transform with the fixed positions that ``transform`` gives a row of ``length`` tokens.
 
-    While a row is decoded token by token, interpolation without a ratio would change with every token and random
-    positions would be drawn anew; frozen, the cached tokens stay where they are and decoding equals the full forward
-    pass over the finished row.
+    In token-by-token decoding, interpolation without a ratio would change with every token, and random positions would
+    be drawn again. With frozen positions cached tokens keep theirs, and decoding equals a full forward pass over the
+    finished row.
+
+    Args:
+        transform: any transform.
+        length: length of the finished row in tokens; longer rows are refused.
+        generator: generator on the CPU, for random transforms.
 
     Raises:
-        UserError: ``transform`` is none, ``length`` is no number of tokens, or what ``transform`` refuses.
+        UserError: ``transform`` is not a transform or refuses the length, or ``length`` is not a positive integer.
     """
     check_count("length", length)
-    return Fixed(_finished(transform, length, generator), transform.fractional)
+    return FrozenPositions(_positions_of_full_row(transform, length, generator), transform.fractional)
 
 
 def freeze_rows(transform: Transform, lengths: Sequence[int], generators: Sequence[torch.Generator]) -> Transform:
-    """The same for rows of ``lengths`` tokens, each with a draw of its own from its own generator.
+    """Return :func:`freeze` for several rows, each drawn with its own generator.
 
-    A row's positions depend on its length and generator alone, not on the rows beside it or on padding.
+    The positions of a row depend only on its length and generator, not on other rows or padding.
+
+    Args:
+        transform: any transform.
+        lengths: lengths of the rows in tokens.
+        generators: one generator on the CPU for each row.
 
     Raises:
-        UserError: there are no rows, or not as many generators as lengths; or what :func:`freeze` refuses.
+        UserError: there are no rows, or not as many generators as lengths, or :func:`freeze` refuses a row.
     """
     if not len(lengths) or len(lengths) != len(generators):
-        raise UserError(f"{len(lengths)} lengths and {len(generators)} generators: give one of each for every row")
+        raise UserError(f"{len(lengths)} lengths and {len(generators)} generators: pass one of each for every row")
     for length in lengths:
         check_count("length", length, 0)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    check = _finished(transform, lengths[longest], generators[longest])  # first, so that a refusal names its length
-    rest = zip(lengths, generators, strict=True)
-    found = [check if row == longest else _finished(transform, *one) for row, one in enumerate(rest)]
-    table = torch.zeros(len(found), max(lengths), dtype=torch.float64)
-    for row, one in zip(table, found, strict=True):
-        row[: one.k.shape[1]] = one.k[0]
-    steps = {one.step for one in found}
+    # the longest row comes first, so that a refusal names its length
+    longest_row = _positions_of_full_row(transform, lengths[longest], generators[longest])
+    inputs = zip(lengths, generators, strict=True)
+    rows = [longest_row if i == longest else _positions_of_full_row(transform, *args) for i, args in enumerate(inputs)]
+    table = torch.zeros(len(rows), max(lengths), dtype=torch.float64)
+    for table_row, row in zip(table, rows, strict=True):
+        table_row[: row.k.shape[1]] = row.k[0]
+    steps = {row.step for row in rows}
     step = steps.pop() if len(steps) == 1 else None
-    even = step is not None and all(one.contiguous for one in found)
-    return Fixed(TransformedPositions(table, step, even), transform.fractional)
+    contiguous = step is not None and all(row.contiguous for row in rows)
+    return FrozenPositions(TransformedPositions(table, step, contiguous), transform.fractional)
 
 
-def _finished(transform: Transform, length: int, generator: torch.Generator | None) -> TransformedPositions:
+def _positions_of_full_row(
+    transform: Transform, length: int, generator: torch.Generator | None
+) -> TransformedPositions:
     if not isinstance(transform, Transform):
-        raise UserError(f"transform is what positions.build(...) returns, not {described(transform)}")
+        raise UserError(f"transform must come from positions.build(...), not {describe_value(transform)}")
     index = torch.arange(length, dtype=torch.float64)[None]
     return transform(index, torch.tensor([length]), generator)
 
 
-def clamped(index: Tensor, lengths: Tensor) -> Tensor:
-    """(B, m) index with padding moved onto the first or last real token of its row."""
+def clamp_to_row(index: Tensor, lengths: Tensor) -> Tensor:
+    """Return the index (B, m) clamped to the real tokens of each row, so that padding has a valid index."""
     last = (lengths - 1).clamp_min(0).to(index)
     return index.clamp_min(0).minimum(last[:, None])
 
 
-def check_longest(lengths: Tensor, limit: int, name: str, key: str, unit: int | None = None) -> None:
-    """Refuse rows of more than ``limit`` tokens; option ``key`` counts them in units where one is given."""
+def check_row_length(lengths: Tensor, limit: int, name: str, key: str, unit: int | None = None) -> None:
+    """Refuse rows of more tokens than a transform has positions.
+
+    Args:
+        lengths: (B,) tokens of each row.
+        limit: number of positions.
+        name: registered name of the transform.
+        key: option that sets the limit.
+        unit: positions per unit of the option, or None if it counts positions.
+
+    Raises:
+        UserError: a row is longer than ``limit``.
+    """
     longest = int(lengths.max())
     if longest > limit:
-        said = f"is {limit}" if unit is None else f"gives {limit} positions"
+        value = f"is {limit}" if unit is None else f"gives {limit} positions"
         raise UserError(
-            f"option '{key}' of '{name}' {said} but a row has {longest} tokens: "
+            f"option '{key}' of '{name}' {value} but a row has {longest} tokens: "
             f"raise {key} to at least {-(-longest // (unit or 1))}"
         )
 
 
-def below(limits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One uniform draw from 0 … limit-1 for each of ``limits`` (int64, >= 1), same shape."""
+def draw_below(limits: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw uniformly from 0 … limit-1 for each of ``limits`` (int64, >= 1); same shape, on the CPU."""
     limits = limits.cpu()
     u = torch.rand(limits.shape, dtype=torch.float64, generator=generator)
     return (u * limits).long().minimum(limits - 1)
 
 
-def subset(size: int, limit: int, generator: torch.Generator | None) -> Tensor:
-    """``size`` distinct numbers of 0 … limit-1 in ascending order, every subset equally likely. O(size) memory.
+def draw_subset(size: int, limit: int, generator: torch.Generator | None) -> Tensor:
+    """Draw ``size`` distinct integers of 0 … limit-1 in ascending order, every subset equally likely.
 
-    A sparse subset grows by draws with replacement, of which repetitions are dropped; nothing in that distinguishes one
-    number from another, so that no subset is favoured.
+    A sparse subset is filled by draws with replacement, of which repetitions are dropped. This treats all integers
+    alike, so it favours no subset, and needs O(size) memory.
     """
     if 2 * size >= limit:
         return torch.randperm(limit, generator=generator)[:size].sort().values
-    chosen = torch.empty(0, dtype=torch.int64)
-    while len(chosen) < size:
-        fresh = torch.randint(limit, (size - len(chosen),), generator=generator)
-        chosen = torch.cat([chosen, fresh]).unique()
-    return chosen
+    numbers = torch.empty(0, dtype=torch.int64)
+    while len(numbers) < size:
+        new = torch.randint(limit, (size - len(numbers),), generator=generator)
+        numbers = torch.cat([numbers, new]).unique()
+    return numbers

@@ -1,4 +1,4 @@
-"""Position Interpolation."""
+"""Position Interpolation: longer rows are scaled into the range of training positions."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,19 +13,21 @@ from fairseq_rpe.positions.base import Transform, TransformedPositions, register
 
 @register("interpolate")
 class Interpolate(Transform):
-    """Squeezes longer rows into the range of positions seen in training, on fractions.
+    """Position Interpolation (Chen et al. 2023, arXiv 2306.15595): positions are multiplied by a ratio <= 1.
 
-    ``auto`` looks at each row: L / length where that is below 1, otherwise the row stays as it is, bit for bit. In
-    incremental decoding the ratio follows the length so far. Index warping also evaluates with this transform; where
-    one ratio belongs to the whole test, whatever the length of its last row, ``ratio=1/8`` gives it.
+    With ``ratio=auto`` each row has the ratio min(1, L / length); rows of at most L tokens are unchanged, bit for bit.
+    In incremental decoding the ratio follows the current length. Index warping also evaluates with this transform;
+    ``ratio=1/8`` sets one ratio for a whole test, whatever the length of its last row.
     """
 
     @dataclass(frozen=True)
     class Config:
+        """Options of ``interpolate``."""
+
         ratio: float | Literal["auto"] = option(
-            "auto", "training length / length, e.g. 1/4; auto: from each row's own length, 1 where it fits"
+            "auto", "training length / length, e.g. 1/4; auto: from the length of each row, at most 1"
         )
-        train: int | None = option(None, "training length that auto compares with; none: the model's", minimum=1)
+        train: int | None = option(None, "training length L for auto; none: the model's", minimum=1)
 
         def __post_init__(self) -> None:
             if self.ratio == "auto":
@@ -43,7 +45,8 @@ class Interpolate(Transform):
     paper = "Chen et al. 2023 (arXiv 2306.15595)"
 
     def setup(self) -> None:
-        self.length: int | None = None  # that auto compares with
+        """Check the options and derive settings from them."""
+        self.length: int | None = None  # L of ratio=auto
         if self.config.ratio != "auto":
             self.length_invariant = True
             return
@@ -54,6 +57,7 @@ class Interpolate(Transform):
             )
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
+        """Return the positions (B or 1, m) of the tokens."""
         if self.length is not None:
             ratios = (self.length / lengths.clamp_min(1).double()).clamp_max(1.0)
         else:

@@ -1,4 +1,4 @@
-"""PoSE: positional skip-wise training."""
+"""PoSE: positional skip-wise training, which simulates long inputs by skipping positions."""
 
 from dataclasses import dataclass
 
@@ -7,56 +7,65 @@ from torch import Tensor
 
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.positions.base import (
-    EXACT,
+    MAX_EXACT_POSITION,
     Transform,
     TransformedPositions,
-    below,
-    check_longest,
-    clamped,
+    check_row_length,
+    clamp_to_row,
+    draw_below,
+    draw_subset,
     register,
-    subset,
 )
 
 
 @register("pose")
 class Pose(Transform):
-    """Cuts each row of w tokens into chunks and skips positions between them, up to ``target``.
+    """PoSE (Zhu et al. 2023, arXiv 2309.10400): skips positions between chunks of a row, up to ``target``.
 
-    Two chunks follow the authors' code: the first has r ~ U{1 … ⌊(w+1)/2⌋} tokens and stays, the second is shifted by
-    u ~ U{0 … target-w}. Their code has no more than two; more are our extension: cuts at a random subset of places, and
-    shifts that never shrink, u_i ~ U{u_(i-1) … target-w}. **The text stays contiguous**: the authors also take the
-    second chunk's text from a random later place of the document, which a position transform cannot do.
+    Two chunks follow the authors' code: of a row of w tokens the first r ~ U{1 … ⌊(w+1)/2⌋} keep their positions, and
+    the others are shifted by u ~ U{0 … target-w}. More than two chunks are an extension of this package: cuts are a
+    random subset of indices, and shifts do not decrease, u_i ~ U{u_(i-1) … target-w}.
+    **The text stays contiguous**: the authors also take the second chunk's text from a random later part of the
+    document, which a position transform cannot do.
     """
 
     @dataclass(frozen=True)
     class Config:
-        target: int = option(4096, "length to train for; must hold the longest row", minimum=1, maximum=EXACT)
-        chunks: int = option(2, "consecutive pieces of a row, each shifted further", minimum=2, maximum=EXACT)
+        """Options of ``pose``."""
+
+        target: int = option(
+            4096, "length to train for; must hold the longest row", minimum=1, maximum=MAX_EXACT_POSITION
+        )
+        chunks: int = option(
+            2, "consecutive pieces of a row, each shifted further", minimum=2, maximum=MAX_EXACT_POSITION
+        )
 
     formula = "p_j = j + u_c(j),  0 = u_1 <= u_2 … <= target - w"
     paper = "Zhu et al. 2023 (arXiv 2309.10400)"
     random = True
 
     def setup(self) -> None:
-        self.longest = self.config.target
+        """Derive settings from the options."""
+        self.max_length = self.config.target
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
-        check_longest(lengths, self.config.target, "pose", "target")
+        """Return the positions (B or 1, m) of the tokens."""
+        check_row_length(lengths, self.config.target, "pose", "target")
         sizes = lengths.cpu().clamp_min(1)
-        at = clamped(index, lengths)
-        moved, shift = at, torch.zeros_like(sizes)
+        at = clamp_to_row(index, lengths)
+        positions, shift = at, torch.zeros_like(sizes)
         for start in self._starts(sizes, generator):
-            skip = below(self.config.target - sizes - shift + 1, generator)
-            moved = moved + skip.to(at)[:, None] * (at >= start.to(at)[:, None])
+            skip = draw_below(self.config.target - sizes - shift + 1, generator)
+            positions = positions + skip.to(at)[:, None] * (at >= start.to(at)[:, None])
             shift = shift + skip
-        return TransformedPositions(moved, 1.0, False)
+        return TransformedPositions(positions, 1.0, False)
 
     def _starts(self, sizes: Tensor, generator: torch.Generator | None) -> list[Tensor]:
-        """(B,) first token of the second chunk, of the third …; the row's length where a chunk is empty."""
+        """Return the index (B,) of the first token of chunks 2, 3 …, or the row's length if a chunk is empty."""
         if self.config.chunks == 2:
-            return [1 + below((sizes + 1) // 2, generator)]
+            return [1 + draw_below((sizes + 1) // 2, generator)]
         starts = sizes[:, None].repeat(1, self.config.chunks - 1)
         for row, size in zip(starts, sizes.tolist(), strict=True):
             cuts = min(self.config.chunks, size) - 1
-            row[:cuts] = 1 + subset(cuts, size - 1, generator)
+            row[:cuts] = 1 + draw_subset(cuts, size - 1, generator)
         return list(starts.T)

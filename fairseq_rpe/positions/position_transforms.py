@@ -1,4 +1,4 @@
-"""The two position slots of a model: which transform moves its tokens in training and in evaluation."""
+"""The position transforms of a model, one for training and one for evaluation."""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,26 +6,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.positions import Transform, build, freeze_rows, names
 from fairseq_rpe.positions.shift import Identity
 
 
-class Moves:
+class PositionTransforms:
     """Applies the training or the evaluation transform, once per forward pass.
 
-    Random transforms draw from a generator of their own, seeded from (seed, update, batch within the update, rank):
-    data order and dropout do not change, a resumed run draws what the uninterrupted one drew, and every data-parallel
-    rank draws its own. In evaluation each row has a draw of its own, seeded from (seed, ``draw``, the row's tokens): a
-    checkpoint's perplexity is repeatable and no matter of batches, and another ``draw`` is an independent one.
+    Random transforms draw from separate generators. In training the seed is (seed, update, batch within the update,
+    rank): data order and dropout are not affected, a resumed run draws the same positions as an uninterrupted one, and
+    data-parallel ranks draw different ones. In evaluation each row has its own draw, seeded by (seed, ``sample``, the
+    row's tokens): perplexity is reproducible and independent of batching; another ``sample`` is an independent draw.
 
-    ``train`` and ``evaluation`` are specs; an empty one for evaluation: what the transform of training names, mostly
-    ``identity``. ``train_length`` is in tokens.
+    Args:
+        train: spec of the transform of training.
+        evaluation: spec of the transform of evaluation; empty for the default of the training transform, mostly
+            ``identity``.
+        train_length: training length in tokens, or None if unknown.
+        seed: seed of random positions.
+        rank: rank of this process in data-parallel training.
+
+    Attributes:
+        sample: index of the draw in evaluation.
     """
 
-    draw = 0
+    sample = 0
 
     def __init__(self, train: str, evaluation: str, train_length: int | None, seed: int, rank: int) -> None:
         self.train = build(train, train_length)
@@ -34,72 +42,81 @@ class Moves:
         self.update, self.batch = -1, 0
 
     def set_num_updates(self, update: int) -> None:
-        """fairseq says so before every training batch, and once more when it resumes."""
+        """Set the number of the update; fairseq calls this before every training batch and when it resumes."""
         if update != self.update:
             self.update, self.batch = update, 0
 
     def active(self, training: bool) -> Transform | None:
-        """The transform in force, or None where positions stay plain."""
+        """Return the transform of training or evaluation, or None if positions are plain."""
         transform = self.train if training else self.evaluation
         return None if isinstance(transform, Identity) else transform
 
     def length_invariant(self, training: bool) -> bool:
-        """Whether tokens stay where they are while their row gets longer."""
+        """Return whether tokens keep their positions when their row gets longer."""
         transform = self.active(training)
         return transform is None or transform.length_invariant
 
     def __call__(
         self, plain: Positions, lengths: Tensor, training: bool, decoding: bool, rows: Sequence[Tensor] = ()
     ) -> Positions:
-        """Moved positions of the same tokens; lengths (B,) int64 are the real tokens of each row.
+        """Return the transformed positions of the same tokens.
 
-        ``rows``: the ids of each row's real tokens, by which random positions are drawn in evaluation. Without them
-        all rows share one draw.
+        Args:
+            plain: positions 0, 1, 2 … of each row.
+            lengths: (B,) int64 number of real tokens of each row.
+            training: use the transform of training.
+            decoding: a KV cache is in use.
+            rows: ids of each row's real tokens, which seed random positions in evaluation; without them all rows share
+                one draw.
 
-        Raises UserError: random positions while decoding with a cache, which would move the tokens already in it.
+        Raises:
+            UserError: positions are random while decoding with a KV cache, whose keys have other positions.
         """
         transform = self.active(training)
         if transform is None:
             return plain
         if decoding and transform.random:
             raise UserError(
-                "random positions would move at every step of decoding: name another --positions-eval "
+                "random positions would change at every decoding step: use another --positions-eval "
                 f"(of {', '.join(names())})"
             )
         generator = None
         if transform.random and rows and not training:
-            own = [generator_of(self.seed, "evaluation", self.draw, ids.tolist()) for ids in rows]
-            transform = freeze_rows(transform, lengths.tolist(), own)
+            generators = [seeded_generator(self.seed, "evaluation", self.sample, ids.tolist()) for ids in rows]
+            transform = freeze_rows(transform, lengths.tolist(), generators)
         elif transform.random:
-            generator = generator_of(
+            generator = seeded_generator(
                 *((self.seed, self.update, self.batch, self.rank) if training else (self.seed, "evaluation"))
             )
         self.batch += training
-        moved = transform(plain.k, lengths, generator)
+        transformed = transform(plain.k, lengths, generator)
         first = plain.k.shape[1] - plain.q.shape[1]
-        even = moved.contiguous and plain.contiguous
-        return Positions(moved.k[:, first:], moved.k, moved.step, even, plain.tokens)
+        contiguous = transformed.contiguous and plain.contiguous
+        return Positions(transformed.k[:, first:], transformed.k, transformed.step, contiguous, plain.tokens)
 
 
-def check_moves(moves: Moves, encoding: Encoding, spec: str) -> None:
+def check_transforms(transforms: PositionTransforms, encoding: Encoding, spec: str) -> None:
     """Check that an encoding can follow the position transforms of a model.
 
     Args:
-        moves: the transforms of training and evaluation.
-        encoding: of the model, built from ``spec``.
-        spec: the encoding's name and options, for the message.
+        transforms: the transforms of training and evaluation.
+        encoding: encoding of the model, built from ``spec``.
+        spec: name and options of the encoding, for the message.
 
     Raises:
-        UserError: the encoding reads no positions, or whole ones only where a transform makes fractions.
+        UserError: the encoding reads no positions, or only whole ones and a transform makes fractions.
     """
-    for flag, transform in (("--positions-train", moves.active(True)), ("--positions-eval", moves.active(False))):
+    for flag, transform in (
+        ("--positions-train", transforms.active(True)),
+        ("--positions-eval", transforms.active(False)),
+    ):
         if transform is not None and encoding.position_type == "none":
-            raise UserError(f"{flag}: '{spec}' reads no positions, so moving them does nothing: drop the flag")
+            raise UserError(f"{flag}: '{spec}' reads no positions, so a transform has no effect: drop the flag")
         if transform is not None and transform.fractional and encoding.position_type == "whole":
             raise UserError(f"{flag}: '{spec}' accepts whole positions only and this transform makes fractions")
 
 
-def generator_of(*what: object) -> torch.Generator:
-    """A generator on the CPU whose seed follows from ``what``, by what it looks like in print."""
-    seed = int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
+def seeded_generator(*values: object) -> torch.Generator:
+    """Return a generator on the CPU that is seeded by a hash of the ``repr`` of ``values``."""
+    seed = int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
     return torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Position index warping: some training rows get a squeezed head or a skewed tail."""
+"""Position index warping: positions of some training rows are compressed (head) or skewed (tail)."""
 
 import re
 from collections.abc import Callable
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import number, option, show
-from fairseq_rpe.positions.base import Transform, TransformedPositions, clamped, register
+from fairseq_rpe.core.spec import format_value, option, parse_number
+from fairseq_rpe.positions.base import Transform, TransformedPositions, clamp_to_row, register
 
 
 def beta_cdf(x: Tensor) -> Tensor:
-    """CDF of Beta(2, 5) on [0, 1]: ``1 - (1-x)^6 - 6x(1-x)^5``.
+    """Return the CDF of Beta(2, 5) at x in [0, 1], ``1 - (1-x)^6 - 6x(1-x)^5``.
 
-    The paper asks for a concave f; this one is convex up to its mode 0.2 and concave after it.
+    The paper requires a concave f; this one is convex up to its mode 0.2 and concave beyond.
     """
     return 1 - (1 - x) ** 5 * (1 + 5 * x)
 
@@ -23,13 +23,13 @@ def beta_cdf(x: Tensor) -> Tensor:
 SKEWS: dict[str, Callable[[Tensor], Tensor]] = {"beta": beta_cdf, "sqrt": torch.sqrt}
 
 
-def _numbers(alpha: str) -> list[float]:
-    """One number, or those of ``choice(a;b;c)``."""
-    several = re.fullmatch(r"choice\((.*)\)", alpha.strip(), re.DOTALL)
+def _parse_alphas(alpha: str) -> list[float]:
+    """Parse a number, or the numbers of ``choice(a;b;c)``."""
+    choice = re.fullmatch(r"choice\((.*)\)", alpha.strip(), re.DOTALL)
     values = []
-    for text in several[1].split(";") if several else [alpha]:
+    for text in choice[1].split(";") if choice else [alpha]:
         try:
-            values.append(number(text))
+            values.append(parse_number(text))
         except (ValueError, ZeroDivisionError):
             raise UserError(
                 f"option 'alpha' of 'warp' wants a number such as 0.25 or 1/6 or choice(0.4;0.5), not '{text.strip()}'"
@@ -39,20 +39,22 @@ def _numbers(alpha: str) -> list[float]:
 
 @register("warp")
 class Warp(Transform):
-    """Head warping (Eq. 7), tail warping (Eq. 8) or neither, drawn for each row; meant for training, PI at evaluation.
+    """Head warping (Eq. 7), tail warping (Eq. 8) or neither, drawn for each row of training; evaluate with PI.
 
-    The paper does not say whether l is the padded or the real length, nor whether encodings other than rotary ones
-    take part. Here l is the row's real length (``length=train``: the training length, which a row may not exceed) and
+    The paper does not state whether l is the padded or the real length, nor whether encodings other than RoPE are
+    warped. Here l is the row's real length (``length=train``: the training length, which a row may not exceed), and
     every encoding sees the same positions. Its algorithmic tasks use ``alpha=choice(0.4;0.5;0.6;0.7;0.8),skew=sqrt``.
-    sqrt jumps by √l from the first token to the second; beta saturates, so that in float32 the last tokens of a row
-    may share a position: order never reverses.
+    With sqrt the second token is √l positions after the first; beta saturates, so in float32 the last tokens of a row
+    may share a position, but the order never reverses.
     """
 
     @dataclass(frozen=True)
     class Config:
+        """Options of ``warp``."""
+
         head: float = option(0.15, "share of rows that are head-warped", minimum=0, maximum=1)
         tail: float = option(0.15, "share of rows that are tail-warped", minimum=0, maximum=1)
-        alpha: str = option("1/6", "head ratio, between 0 and 1; choice(0.4;0.5;0.6;0.7;0.8) draws one for each row")
+        alpha: str = option("1/6", "head ratio α, between 0 and 1; choice(0.4;0.5;0.6;0.7;0.8) draws one per row")
         skew: str = option("beta", "tail function", choices=tuple(SKEWS))
         length: str = option(
             "row", "l of the tail: the row's own length, or the training length", choices=("row", "train")
@@ -64,15 +66,15 @@ class Warp(Transform):
                     f"head={self.head:g} and tail={self.tail:g} of 'warp' add up to more than 1: "
                     "they are shares of rows"
                 )
-            values = _numbers(self.alpha)
+            values = _parse_alphas(self.alpha)
             for value in values:
                 if not 0 < value < 1:
                     raise UserError(
                         f"option 'alpha' of 'warp' must lie between 0 and 1, both excluded, not {value:g}: "
                         "1/r suits a test length of r times the training length"
                     )
-            spelt = ";".join(map(show, values))
-            object.__setattr__(self, "alpha", f"choice({spelt})" if len(values) > 1 else spelt)
+            canonical = ";".join(map(format_value, values))
+            object.__setattr__(self, "alpha", f"choice({canonical})" if len(values) > 1 else canonical)
 
     fractional = True
     formula = "p_j = α·j (head), l·f(j/l) (tail) or j,  f = CDF of Beta(2,5) or sqrt"
@@ -80,18 +82,20 @@ class Warp(Transform):
     random = True
 
     def setup(self) -> None:
-        self.alphas = torch.tensor(_numbers(self.config.alpha), dtype=torch.float64)
-        self.whole: int | None = None  # tokens of every row, where they are not its own
+        """Check the options and derive settings from them."""
+        self.alphas = torch.tensor(_parse_alphas(self.config.alpha), dtype=torch.float64)
+        self.tail_length: int | None = None  # l of all rows with length=train
         if self.config.length == "train":
             if self.train_length is None:
                 raise UserError("'warp:length=train' needs a training length that is unknown here: use length=row")
-            self.whole = self.longest = self.train_length
+            self.tail_length = self.max_length = self.train_length
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
-        if self.whole is not None and int(lengths.max()) > self.whole:
+        """Return the positions (B or 1, m) of the tokens."""
+        if self.tail_length is not None and int(lengths.max()) > self.tail_length:
             raise UserError(
                 f"'warp:length=train': a row of {int(lengths.max())} tokens is longer than the training length "
-                f"{self.whole}: use length=row"
+                f"{self.tail_length}: use length=row"
             )
         rows = len(lengths)
         u = torch.rand(rows, dtype=torch.float64, generator=generator)
@@ -101,13 +105,13 @@ class Warp(Transform):
         if not tail.any() and (scale == scale[0]).all():
             step = scale[0].item()
             return TransformedPositions(index if step == 1 else index * step, step, True)
-        at = clamped(index, lengths)
-        moved = at * scale.to(at)[:, None]
+        at = clamp_to_row(index, lengths)
+        positions = at * scale.to(at)[:, None]
         if tail.any():
-            chosen = tail.nonzero()[:, 0].to(at.device)
-            if self.whole is not None:
-                lengths = torch.full_like(lengths, self.whole)
-            # in double: near 0 the CDF is a small difference of numbers near 1
-            ends = lengths.to(at.device)[chosen].clamp_min(1).double()[:, None]
-            moved[chosen] = (ends * SKEWS[self.config.skew](at[chosen].double() / ends)).to(at.dtype)
-        return TransformedPositions(moved, None, False)
+            tail_rows = tail.nonzero()[:, 0].to(at.device)
+            if self.tail_length is not None:
+                lengths = torch.full_like(lengths, self.tail_length)
+            # float64: near 0 the CDF is a small difference of numbers near 1
+            ends = lengths.to(at.device)[tail_rows].clamp_min(1).double()[:, None]
+            positions[tail_rows] = (ends * SKEWS[self.config.skew](at[tail_rows].double() / ends)).to(at.dtype)
+        return TransformedPositions(positions, None, False)

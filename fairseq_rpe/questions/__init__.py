@@ -1,1 +1,1 @@
-"""Texts that ask questions: what is asked, known sets of it, how a model's answers are judged. Without any model."""
+"""Question-answering data: benchmark sets, cloze questions, prompts and metrics. Independent of models."""

@@ -1,8 +1,10 @@
-"""Sets of questions that have a name: those of SCROLLS, GLUE and SuperGLUE. ``fairseq_rpe/questions/sets/*.toml``.
+"""Benchmark sets of SCROLLS, GLUE and SuperGLUE, read from their authors' files or from the Hugging Face hub.
 
-They are read from the files of their authors, or from the hub.
+``fairseq_rpe/questions/sets/*.toml`` describes them.
 """
 
+import hashlib
+import json
 import string
 import tomllib
 from collections import Counter
@@ -13,130 +15,176 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import nearest
-from fairseq_rpe.data import hub
-from fairseq_rpe.data.sourcefiles import Entry, find_entries
-from fairseq_rpe.questions import question
-from fairseq_rpe.questions.question import Question
+from fairseq_rpe.core.spec import did_you_mean
+from fairseq_rpe.data.documents import SourceFile, find_source_files
+from fairseq_rpe.data.download import download_file, resolve_source
+from fairseq_rpe.questions.dataset import Question, check_question
 from fairseq_rpe.questions.readers.passages import multirc, record
 from fairseq_rpe.questions.readers.scrolls import scrolls
-from fairseq_rpe.questions.readers.sentences import cause_or_effect, labelled, marked, paraphrases, scored
-from fairseq_rpe.questions.readers.tables import Example, NoLabel, Tsv, Wanted
+from fairseq_rpe.questions.readers.sentences import copa, labelled, mrpc, stsb, wsc
+from fairseq_rpe.questions.readers.tables import Example, MissingLabel, ReaderSpec, TsvFormat
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import PACKAGE
-from fairseq_rpe.utils.records import Count, Words
+from fairseq_rpe.utils.files import PACKAGE_DIR
+from fairseq_rpe.utils.records import Count, TextTuple
 
-FOLDER = PACKAGE / "questions/sets"
-SPLITS = ("train", "valid")  # those whose answers are public
-_READERS: dict[str, Callable[[Sequence[Entry], Wanted], Iterator[Example]]] = {
-    "cause_or_effect": cause_or_effect,
+FOLDER = PACKAGE_DIR / "questions/sets"
+SPLITS = ("train", "valid")  # the splits whose answers are public
+# Readers by the format of the rows: the ``reader`` of a description.
+_READERS: dict[str, Callable[[Sequence[SourceFile], ReaderSpec], Iterator[Example]]] = {
+    "cause_or_effect": copa,
     "labelled": labelled,
-    "marked": marked,
+    "marked": wsc,
     "multirc": multirc,
-    "paraphrases": paraphrases,
+    "paraphrases": mrpc,
     "record": record,
-    "scored": scored,
+    "scored": stsb,
     "scrolls": scrolls,
 }
 
 
 @dataclass(frozen=True)
 class Template:
-    """What a model reads, with ``{field}`` where the text of a field stands; the document alone may be shortened."""
+    """Format strings of what a model reads, with ``{field}`` for the text of a field.
+
+    Attributes:
+        prompt: Text before the document.
+        document: Text that may be truncated.
+        cue: Text after the document.
+    """
 
     prompt: str = ""
     document: str = ""
     cue: str = ""
 
     @property
-    def fields(self) -> Words:
+    def fields(self) -> TextTuple:
         """The names of the fields, each once."""
-        parts = string.Formatter().parse(self.prompt + self.document + self.cue)
-        return tuple(dict.fromkeys(name for _, name, _, _ in parts if name))
+        segments = string.Formatter().parse(self.prompt + self.document + self.cue)
+        return tuple(dict.fromkeys(name for _, name, _, _ in segments if name))
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where a set's files are. Names may be patterns such as ``train-*.parquet``; the first that is there is taken."""
+class SetFiles:
+    """Where the files of a set are.
 
-    hub: str  # hub:OWNER/NAME/FOLDER with parquet files, or the zip archive there
-    home: str  # address of what the authors ship
-    folders: Words  # names of the folder, or of the zip archive, that has the files
-    train: Words
-    valid: Words
-    beside: Mapping[str, str] = field(default_factory=dict)  # file: one that it cannot do without
+    Attributes:
+        hub: ``hub:OWNER/NAME/FOLDER`` with parquet files, or a zip archive there.
+        home: URL of the authors' files.
+        folders: Possible names of the folder or zip archive with the files.
+        train: Names or patterns (``train-*.parquet``) of training files; the first one that exists is used.
+        valid: Names or patterns of validation files.
+        companions: Name of a second file that a file needs, by the name of that file.
+    """
+
+    hub: str
+    home: str
+    folders: TextTuple
+    train: TextTuple
+    valid: TextTuple
+    companions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class KnownSet:
-    """A known set. It has a training and a validation split: the answers of the test splits are not public."""
+class Benchmark:
+    """A benchmark set with training and validation split; the answers of test splits are not public.
+
+    Attributes:
+        name: Name of the set.
+        title: Description of the set.
+        paper: Where it was published.
+        suite: Collection of sets that it belongs to.
+        reader: Format of its rows; a key of ``_READERS``.
+        template: What a model reads.
+        places: Where its files are.
+        counts: Number of examples of each split, as shipped.
+        metrics: The official metrics.
+        published: The metric that the FIRE paper (arXiv 2310.04418) reports.
+        answer_tokens: Most tokens of an answer, the end symbol included.
+        choices: All answers of a classification, in the order of the hub's labels.
+        tsv: Layout of its tab-separated files.
+    """
 
     name: str
     title: str
     paper: str
     suite: Literal["scrolls", "glue", "superglue"]
-    reader: str  # one of _READERS: what its rows look like
+    reader: str
     template: Template
-    places: Places
-    counts: Mapping[str, Count]  # examples of each split as they are shipped
-    metrics: Words  # the official ones
-    published: str  # the one that FIRE prints
-    answer_tokens: Count  # most tokens of an answer, its end included
-    choices: Words = ()  # of a classification: all answers, in the order of the hub's numbers
-    tsv: Tsv = field(default_factory=Tsv)
+    places: SetFiles
+    counts: Mapping[str, Count]
+    metrics: TextTuple
+    published: str
+    answer_tokens: Count
+    choices: TextTuple = ()
+    tsv: TsvFormat = field(default_factory=TsvFormat)
 
-    def find(self, source: str | Path | None, split: str) -> list[Entry]:
-        """The files of a split.
+    def fingerprint(self) -> str:
+        """Return a sha256 of the description, which is part of the manifest of folders that are made of the set."""
+        description = records.to_dict(self)
+        # The first name of the field: manifests have its digest.
+        description["places"]["beside"] = description["places"].pop("companions")
+        return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+    def find(self, source: str | Path | None, split: str) -> list[SourceFile]:
+        """Find the files of a split.
 
         Args:
-            source: ``None`` or ``hub:OWNER/NAME/FOLDER`` for the hub, whose files are downloaded; otherwise a folder,
-                zip archive or file as the authors ship it, or a folder with the folders or archives of several sets.
+            source: None or ``hub:OWNER/NAME/FOLDER`` for the hub, whose files are downloaded when they are read.
+                Otherwise a folder, zip archive or file as the authors ship it, or a folder with the folders or archives
+                of several sets.
             split: ``train`` or ``valid``.
 
-        Raises UserError: no such split, no such file, or more than one; no network.
+        Returns:
+            The files in the order in which :meth:`questions` takes them.
+
+        Raises:
+            UserError: There is no such split, no such file, or more than one; or the download fails.
         """
         self._check_split(split)
         if source is None or str(source).startswith("hub:"):
-            return self._of_hub(str(source or self.places.hub), split)
+            return self._find_on_hub(str(source or self.places.hub), split)
         path = Path(source)
         if not path.exists():
             raise UserError(f"{path} does not exist: name the folder or zip archive of {self.name}")
-        for place in self._likely(path):
-            if found := self._among(place, split):
-                return found
+        for candidate in self._candidate_paths(path):
+            if files := self._find_in(candidate, split):
+                return files
         raise UserError(
             f"{path} has no {split} file of {self.name} ({' or '.join(getattr(self.places, split))}): "
             f"get it from {self.places.home}"
         )
 
     def questions(
-        self, split: str, files: Sequence[Entry], check_counts: bool = True, skipped: Counter[str] | None = None
+        self, split: str, files: Sequence[SourceFile], check_counts: bool = True, skipped: Counter[str] | None = None
     ) -> Iterator[tuple[Question, str]]:
-        """The questions of a split, one by one, in the order of the files; each with its file and line.
+        """Yield the questions of a split in the order of the files, each with its file and line.
 
         Args:
             split: ``train`` or ``valid``.
-            files: what :meth:`find` gave for it.
-            check_counts: compare the number of examples with the published one, after the last.
-            skipped: is told how many broken lines were left out, by reason.
+            files: Result of :meth:`find`.
+            check_counts: Compare the number of examples with the published one, after the last example.
+            skipped: Counts the broken lines that were left out, by reason.
 
-        Raises UserError, with file and line: a row that is not as the set's are, has no label or an id that was there
-        before; at the end, with both numbers: another number of examples than was published.
+        Raises:
+            UserError: A row does not have the format of the set, has no label, or has the id of an earlier row; or the
+                number of examples is not the published one.
         """
         self._check_split(split)
-        wanted = Wanted(self.template.fields, split, self.choices, self.tsv, Counter() if skipped is None else skipped)
+        spec = ReaderSpec(
+            self.template.fields, split, self.choices, self.tsv, Counter() if skipped is None else skipped
+        )
         seen: set[str] = set()
         count = 0
         try:
-            for example in _READERS[self.reader](files, wanted):
-                made = self._question(example)
-                question.check(made, example.source)
-                if made.id in seen:
-                    raise UserError(f"{example.source}: id '{made.id}' was there before: correct it")
-                seen.add(made.id)
+            for example in _READERS[self.reader](files, spec):
+                question = self._question(example)
+                check_question(question, example.source)
+                if question.id in seen:
+                    raise UserError(f"{example.source}: id '{question.id}' was there before: correct it")
+                seen.add(question.id)
                 count += example.rows
-                yield made, example.source
-        except NoLabel as error:
+                yield question, example.source
+        except MissingLabel as error:
             raise UserError(
                 f"{error}: {self.name} {split} has no label here, so it cannot be scored: give files with labels"
             ) from None
@@ -161,68 +209,79 @@ class KnownSet:
         if split not in SPLITS:
             raise UserError(f"{self.name} has no split '{split}': {remedy}")
 
-    def _of_hub(self, source: str, split: str) -> list[Entry]:
+    def _find_on_hub(self, source: str, split: str) -> list[SourceFile]:
         if source.endswith(".zip"):
-            return self._among(hub.one_file(source), split, source)
-        found = [entry for entry in hub.sources(source, one_by_one=True, converted=True) if isinstance(entry, Entry)]
+            return self._find_in(download_file(source), split, source)
+        hub_files = [
+            file for file in resolve_source(source, lazy=True, allow_converted=True) if isinstance(file, SourceFile)
+        ]
         for pattern in getattr(self.places, split):
-            if files := [entry for entry in found if PurePosixPath(entry.place).match(pattern)]:
+            if files := [file for file in hub_files if PurePosixPath(file.relative_path).match(pattern)]:
                 return files
         raise UserError(f"{source} has no {split} file of {self.name}: give what {self.places.home} has instead")
 
-    def _likely(self, path: Path) -> Iterator[Path]:
-        """Where the files may be, the likeliest place first."""
+    def _candidate_paths(self, path: Path) -> Iterator[Path]:
+        """Yield the folders and archives that may contain the files, the most likely one first."""
         if path.is_dir():
             for folder in self.places.folders:
-                yield from (place for place in (path / folder, path / f"{folder}.zip") if place.exists())
+                yield from (candidate for candidate in (path / folder, path / f"{folder}.zip") if candidate.exists())
         yield path
 
-    def _among(self, place: Path, split: str, source: str = "") -> list[Entry]:
-        """The files of a split in a folder or zip archive, or the file itself."""
+    def _find_in(self, path: Path, split: str, source: str = "") -> list[SourceFile]:
+        """Return the files of a split in a folder or zip archive, or the file itself; ``source`` is for messages."""
         for pattern in getattr(self.places, split):
-            found = self._with_neighbours(pattern, _matching(place, pattern, self.places.folders))
-            if len(found) > 1 and "*" not in pattern and pattern not in self.places.beside:
-                several = " and ".join(map(str, found))
+            files = self._add_companion(pattern, _matching_files(path, pattern, self.places.folders))
+            if len(files) > 1 and "*" not in pattern and pattern not in self.places.companions:
+                several = " and ".join(map(str, files))
                 raise UserError(f"{several} are each a {split} file of {self.name}: name the folder of one")
-            if found:
-                return found
+            if files:
+                return files
         if source:
             raise UserError(f"{source} has no {split} file of {self.name}: give what {self.places.home} has instead")
         return []
 
-    def _with_neighbours(self, pattern: str, found: list[Entry]) -> list[Entry]:
-        other = self.places.beside.get(pattern)
-        if not found or other is None:
-            return found
-        place = found[0].path if found[0].member else found[0].path.parent
-        if neighbour := _matching(place, other, self.places.folders):
-            return [found[0], neighbour[0]]
-        raise UserError(f"{found[0]} lacks {other} beside it, which says what the valid split is: put it there")
+    def _add_companion(self, pattern: str, files: list[SourceFile]) -> list[SourceFile]:
+        """Append the second file that a file needs, if any."""
+        other = self.places.companions.get(pattern)
+        if not files or other is None:
+            return files
+        container = files[0].path if files[0].member else files[0].path.parent
+        if companions := _matching_files(container, other, self.places.folders):
+            return [files[0], companions[0]]
+        raise UserError(f"{files[0]} lacks {other} beside it, which says what the valid split is: put it there")
 
 
-def _matching(place: Path, pattern: str, folders: Words) -> list[Entry]:
-    """The files of a folder, or members of a zip archive, that are called as a pattern says; the file itself.
+def _matching_files(path: Path, pattern: str, folders: TextTuple) -> list[SourceFile]:
+    """Return the files of a folder, or members of a zip archive, that match a pattern; or the file itself.
 
-    In an archive of several sets, those below one of the ``folders``.
+    In an archive of several sets, only members below one of the ``folders`` count.
     """
-    if place.is_dir():
-        return [Entry(path, root=place) for path in sorted(place.glob(pattern)) if path.is_file()]
-    if place.suffix != ".zip":
-        return [Entry(place)] if PurePosixPath(place.name).match(pattern) else []
-    found = [entry for entry in find_entries([place], keep_binary=True)[0] if PurePosixPath(entry.place).match(pattern)]
-    return [entry for entry in found if set(PurePosixPath(entry.place).parts[:-1]) & set(folders)] or found
+    if path.is_dir():
+        return [SourceFile(file, root=path) for file in sorted(path.glob(pattern)) if file.is_file()]
+    if path.suffix != ".zip":
+        return [SourceFile(path)] if PurePosixPath(path.name).match(pattern) else []
+    members = find_source_files([path], keep_binary=True)[0]
+    members = [file for file in members if PurePosixPath(file.relative_path).match(pattern)]
+    in_folders = [file for file in members if set(PurePosixPath(file.relative_path).parts[:-1]) & set(folders)]
+    return in_folders or members
 
 
-def names() -> list[str]:
-    """The names of the known sets."""
+def benchmark_names() -> list[str]:
+    """Return the names of all benchmark sets."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 @cache
-def load(name: str) -> KnownSet:
-    """A known set by its name. Raises UserError: there is none."""
-    if name not in names():
-        raise UserError(f"unknown set '{name}'{nearest(name, names())}; known: {', '.join(names())}")
+def load_benchmark(name: str) -> Benchmark:
+    """Load a benchmark set by its name.
+
+    Raises:
+        UserError: There is no such set.
+    """
+    if name not in benchmark_names():
+        raise UserError(
+            f"unknown set '{name}'{did_you_mean(name, benchmark_names())}; known: {', '.join(benchmark_names())}"
+        )
     path = FOLDER / f"{name}.toml"
     text = tomllib.loads(path.read_text(encoding="utf-8"))
-    return records.read(KnownSet, {**text, "name": name}, str(path), "the set")
+    return records.read_record(Benchmark, {**text, "name": name}, str(path), "the set")

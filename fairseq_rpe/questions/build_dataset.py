@@ -1,153 +1,455 @@
-"""Questions of known sets, or of a user's own files, into one prepared folder."""
+"""Builds prepared folders of questions, from benchmark sets or from files of the user.
 
-import hashlib
+Questions are streamed; each different text is encoded and stored once. A folder is complete or does not exist.
+"""
+
+import contextlib
+import io
 import json
+import os
+import shutil
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.folder import SPLITS
-from fairseq_rpe.data.sourcefiles import Entry, digest_entries
-from fairseq_rpe.questions import benchmarks, metrics, question
-from fairseq_rpe.questions.benchmarks import KnownSet
-from fairseq_rpe.questions.dataset import Prepared
-from fairseq_rpe.questions.dataset_writer import Asked, AskedSet, check_dest, store
+from fairseq_rpe.data.atomic_folder import FolderContents, build_atomically
+from fairseq_rpe.data.documents import SourceFile, digest_source_files
+from fairseq_rpe.data.folder import QUESTIONS_MANIFEST, SPLITS, describe_files, write_index
+from fairseq_rpe.data.tokenization import UNK, load_decoder, load_encoder
+from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, VocabularyFiles, find_vocabulary
+from fairseq_rpe.questions import benchmarks, dataset, metrics
+from fairseq_rpe.questions.benchmarks import Benchmark
+from fairseq_rpe.questions.dataset import (
+    ROWS_FILES,
+    Question,
+    QuestionDataset,
+    SetInfo,
+    SplitInfo,
+    load_dataset,
+    read_question_manifest,
+)
+from fairseq_rpe.questions.metrics import AnsweredQuestion
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import file_digest, open_input
-from fairseq_rpe.utils.records import Words
-from fairseq_rpe.utils.table import Cell, Row, Table
+from fairseq_rpe.utils.files import check_output_folder, open_input, sha256_of_files
+from fairseq_rpe.utils.progress import Progress
+from fairseq_rpe.utils.records import TextTuple
+from fairseq_rpe.utils.table import Cell, Table, TableRow
 
-ANSWER_TOKENS = 64
-METRIC = "f1"
-MADE_BY = "fairseq-rpe prepare-answers"
+ANSWER_TOKENS = 64  # default for files of the user
+METRIC = "f1"  # default for files of the user
+MADE_BY = "fairseq-rpe prepare-answers"  # in the manifest: the first name of the command
+CONTENTS = FolderContents(QUESTIONS_MANIFEST, read_question_manifest, ROWS_FILES)
+# Version of the files: incremented when the same questions and options give other files than before.
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """Which questions to prepare, and where."""
+class PendingQuestion:
+    """A question to be stored.
 
-    dest: Path
-    vocab_from: Path  # a prepared corpus whose tokenizer is taken
-    names: Words = ()  # of known sets
-    local: str | None = None  # folder or archive that they are in, as their authors ship them; None is the hub
-    counts: bool = True  # refuse a known set that has another number of examples than published
-    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)  # of own questions, by split
-    name: str = ""  # of the set of own questions
-    metrics: Words = ()  # of own questions, the one that counts first
-    answer_tokens: int | None = None  # most of an answer, its end symbol included; None is what each set has
-    overwrite: bool = False  # replace a folder in ``dest`` that was made of others
+    Attributes:
+        question: The question.
+        source: Returns its file and line, for messages.
+        guesses: Answers of simple strategies, by the name of the strategy.
+    """
+
+    question: Question
+    source: Callable[[], str]
+    guesses: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PendingSet:
+    """A set of questions to be stored.
+
+    Attributes:
+        name: Name of the set.
+        suite: See :class:`~fairseq_rpe.questions.dataset.SetInfo`, also for the next three.
+        metrics: Names of all its metrics.
+        published: The main metric.
+        answer_tokens: Most tokens of an answer, the end symbol included.
+        splits: Yields the questions, by split; each is called once.
+        title: Description of the set.
+        whole_answers: Refuse answers of more than ``answer_tokens`` tokens, instead of counting them.
+    """
+
+    name: str
+    suite: str
+    metrics: TextTuple
+    published: str
+    answer_tokens: int
+    splits: Mapping[str, Callable[[], Iterator[PendingQuestion]]]
+    title: str = ""
+    whole_answers: bool = False
+
+
+def write_dataset(
+    out: Path,
+    sets: Sequence[PendingSet],
+    vocab_from: Path,
+    made_by: str,
+    source: Mapping[str, object],
+    say: Callable[[str], None] = print,
+    overwrite: bool = False,
+) -> QuestionDataset:
+    """Write a prepared folder of questions, unless it exists and is up to date.
+
+    Args:
+        out: The folder.
+        sets: Its sets.
+        vocab_from: Prepared corpus whose tokenizer and dictionary are used.
+        made_by: The command, for the manifest.
+        source: JSON values that decide the questions; part of the manifest.
+        say: Prints a line of progress.
+        overwrite: Replace a folder that was made with other settings.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: An id occurs twice in a split of a set, the tokenizer cannot restore a text, an answer has an unknown
+            word or too many tokens, a metric cannot score a question, or the questions cannot be read. Nothing is
+            changed then.
+    """
+    vocabulary = find_vocabulary(vocab_from, None)
+    assert vocabulary is not None
+    key = {
+        "format": _FORMAT,
+        "made_by": made_by,
+        "source": source,
+        "given_vocabulary": {name: sha256_of_files(path) for name, path in vocabulary[1].items()},
+    }
+    build_atomically(out, key, lambda folder: _build(sets, vocabulary, folder), say, CONTENTS, overwrite)
+    return load_dataset(out)
+
+
+def check_out(out: Path) -> None:
+    """Check, before any work, that an output folder can be made.
+
+    Raises:
+        UserError: It cannot be written, or fairseq would split its path.
+    """
+    if os.pathsep in str(out):
+        raise UserError(f"--out {out} has a '{os.pathsep}', where fairseq splits paths: rename it")
+    if not out.is_dir():
+        check_output_folder(out, flag="--out")
+
+
+def _build(sets: Sequence[PendingSet], vocabulary: VocabularyFiles, folder: Path) -> dict[str, Any]:
+    """Fill a folder and return its manifest, apart from the key."""
+    kind, files = vocabulary
+    for name, path in files.items():
+        shutil.copyfile(path, folder / name)
+    infos, names = {}, ["dict.txt", *VOCABULARY_FILES[kind]]
+    with contextlib.ExitStack() as stack:
+        writers = {}
+        for split in SPLITS:
+            if any(split in pending.splits for pending in sets):
+                writers[split] = stack.enter_context(_SplitWriter(folder, split, kind))
+                names += [f"{split}.bin", f"{split}.idx", f"{split}.rows.jsonl"]
+        for pending in sets:
+            splits = {split: writers[split].write(pending, read()) for split, read in pending.splits.items()}
+            infos[pending.name] = records.from_attributes(SetInfo, pending, splits=splits)
+    return {
+        "tokenizer": {"kind": kind},
+        "sets": {name: records.to_dict(info) for name, info in infos.items()},
+        "files": describe_files(folder, names),
+    }
+
+
+def _text_key(text: str | bytes) -> bytes:
+    """Return a 128-bit hash, which stands for a text in memory."""
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    return blake2b(content, digest_size=16).digest()
+
+
+def _check_metrics(pending: PendingQuestion, to_set: PendingSet, first: AnsweredQuestion | None) -> AnsweredQuestion:
+    """Refuse a question that a metric of its set cannot score together with the first question, and return the first.
+
+    ``first`` is None for the first question itself.
+    """
+    choices = tuple(dict.fromkeys(map(metrics.normalize_whitespace, pending.question.choices)))
+    item = AnsweredQuestion("", pending.question.answers, choices=choices)
+    for metric in dict.fromkeys((*to_set.metrics, to_set.published)):
+        try:
+            metrics.check_answers(metric, first or item, item)
+        except UserError as error:
+            raise UserError(f"{pending.source()}: question '{pending.question.id}': {error}") from None
+    return first or item
+
+
+class _SplitWriter:
+    """Writes items and rows of a split. Hashes of the texts stay in memory, the texts do not."""
+
+    def __init__(self, folder: Path, split: str, kind: str) -> None:
+        self._folder, self._split, self._is_exact = folder, split, kind != "words"
+        self._encoder, self._decode = load_encoder(kind, folder), load_decoder(kind, folder)
+        self._items: dict[bytes, int] = {}  # item number by text key
+        self._sizes, self._unknown = array("i"), array("i")  # tokens and <unk> tokens of each item
+        self._bin = open(folder / f"{split}.bin", "wb")
+        self._rows = open(folder / f"{split}.rows.jsonl", "wb")
+
+    def __enter__(self) -> "_SplitWriter":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._bin.close()
+        self._rows.close()
+        if kind is None:
+            write_index(self._folder / f"{self._split}.idx", io.BytesIO(self._sizes.tobytes()), self._encoder.dtype)
+
+    def write(self, to_set: PendingSet, questions: Iterator[PendingQuestion]) -> SplitInfo:
+        """Append the questions of a set and return its statistics."""
+        counts, correct, ids, documents = Counter[str](), Counter[str](), set[bytes](), set[int]()
+        first: AnsweredQuestion | None = None
+        with Progress(f"{to_set.name}, {self._split}", "questions") as progress:
+            for pending in questions:
+                question = pending.question
+                first = _check_metrics(pending, to_set, first)
+                if (id_key := _text_key(question.id)) in ids:
+                    problem = f"id '{question.id}' is there a second time in the {self._split} split of {to_set.name}"
+                    raise UserError(f"{pending.source()}: {problem}: give every question another id")
+                ids.add(id_key)
+                row = self._row(pending, to_set, counts)
+                documents.update([row["document"]] if "document" in row else [])
+                correct.update(guess for guess, item in row.get("guesses", {}).items() if item in row["answers"])
+                correct.update(dict.fromkeys(row.get("guesses", {}), 0))  # strategies that are never right count too
+                self._rows.write(json.dumps(row).encode() + b"\n")
+                progress.update()
+        if not counts["questions"]:
+            raise UserError(f"the {self._split} split of {to_set.name} has no question: give other files")
+        guesses = {guess: 100 * count / counts["questions"] for guess, count in sorted(correct.items())}
+        return SplitInfo(**counts, documents=len(documents), guesses=guesses)
+
+    def _row(self, pending: PendingQuestion, to_set: PendingSet, counts: Counter[str]) -> dict[str, Any]:
+        """Store the texts of a question, count them, and return the question as its JSON line has it."""
+        question, read_items = pending.question, {}
+        for key in ("prompt", "document", "cue"):
+            if text := getattr(question, key):
+                read_items[key] = self._item(text, f"the {key}", pending)
+        tokens = sum(self._sizes[item] for item in read_items.values())
+        # Tokenizers have the blank before a word with the word.
+        blank = "" if (question.prompt + question.document + question.cue)[-1].isspace() else " "
+
+        def answer_item(text: str, role: str) -> int:
+            item = self._item(blank + " ".join(text.split()), role, pending)
+            if self._unknown[item]:
+                problem = f"{role} {text!r} has words that the dictionary lacks"
+                raise UserError(f"{pending.source()}: {problem}: leave it out or take another vocabulary")
+            if (size := self._sizes[item] + 1) > to_set.answer_tokens and to_set.whole_answers:
+                problem = f"{role} of '{question.id}' has {size} tokens with its end, more than {to_set.answer_tokens}"
+                remedy = f"leave it out or allow it with --answer-tokens {size}"
+                raise UserError(f"{pending.source()}: {problem}: {remedy}")
+            return item
+
+        answers = [answer_item(text, "the answer") for text in question.answers]
+        row = {"id": question.id, "set": to_set.name, **read_items, "answers": answers}
+        if question.group:
+            row["group"] = question.group
+        if question.choices:
+            row["choices"] = list(dict.fromkeys(answer_item(text, "the choice") for text in question.choices))
+        if question.distance is not None:
+            row["distance"] = question.distance
+        if pending.guesses:
+            row["guesses"] = {guess: answer_item(text, "the guess") for guess, text in pending.guesses.items()}
+        counts.update(questions=1, answers=len(answers), tokens=tokens)
+        counts["longest"] = max(counts["longest"], tokens)
+        counts["cut_answers"] += sum(self._sizes[item] >= to_set.answer_tokens for item in answers)
+        counts["unknown"] += sum(self._unknown[item] for item in read_items.values())
+        return row
+
+    def _item(self, text: str, role: str, pending: PendingQuestion) -> int:
+        """Return the item number of a text in the split; store the text if it is new."""
+        subject = f"{role} of '{pending.question.id}'"
+        try:
+            content = text.encode()
+        except UnicodeEncodeError as error:
+            problem = f"{subject} has half a surrogate pair at character {error.start}, which is not text"
+            raise UserError(f"{pending.source()}: {problem}: repair or remove it") from None
+        key = _text_key(content)
+        if key not in self._items:
+            try:
+                ids = self._encoder.encode(text)
+            except UserError as error:
+                raise UserError(f"{pending.source()}: {subject}: {error}") from None
+            if self._is_exact and self._decode(ids.tolist()) != content:
+                raise UserError(
+                    f"{pending.source()}: the tokenizer of --vocab-from cannot give back {subject}: leave it out or "
+                    "take another vocabulary"
+                )
+            self._bin.write(ids.tobytes())
+            self._items[key] = len(self._sizes)
+            self._sizes.append(len(ids))
+            self._unknown.append(int((ids == UNK).sum()))
+        return self._items[key]
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """Options of ``fairseq-rpe prepare-questions``: benchmark sets by name, or files of the user.
+
+    Attributes:
+        out: Folder to make.
+        vocab_from: Prepared corpus whose tokenizer is used.
+        names: Names of benchmark sets.
+        local: Folder or archive of the sets, as their authors ship them; None is the hub.
+        counts: Refuse a set that has another number of examples than published.
+        files: Files of the user, by split.
+        name: Name of the set in these files; the default is the name of the folder.
+        metrics: Metrics for these files, the main one first.
+        answer_tokens: Most tokens of an answer, the end symbol included; None is the default of each set.
+        overwrite: Replace a folder that was made from other questions.
+    """
+
+    out: Path
+    vocab_from: Path
+    names: TextTuple = ()
+    local: str | None = None
+    counts: bool = True
+    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    name: str = ""
+    metrics: TextTuple = ()
+    answer_tokens: int | None = None
+    overwrite: bool = False
 
     def check(self) -> None:
-        """Refuse what does not go together, naming the option."""
-        own = [split for split in SPLITS if self.files.get(split)]
-        if self.names and own:
-            raise UserError(f"NAME and --{own[0]} are both given: name known sets, or give files of your own")
+        """Check the options.
+
+        Raises:
+            UserError: An option is out of range or does not go with another one.
+        """
+        splits = [split for split in SPLITS if self.files.get(split)]
+        if self.names and splits:
+            raise UserError(f"NAME and --{splits[0]} are both given: name known sets, or give files of your own")
         if not self.names:
-            if "train" not in own or "valid" not in own:
+            if "train" not in splits or "valid" not in splits:
                 raise UserError("no questions are given: name known sets, or give --train and --valid with JSON lines")
-            for flag, given in (("--from", self.local is not None), ("--no-counts", not self.counts)):
-                if given:
+            for flag, is_used in (("--from", self.local is not None), ("--no-counts", not self.counts)):
+                if is_used:
                     raise UserError(f"{flag} is for known sets and none is named: leave it out")
-            name = self.name or self.dest.name
-            if any("\ud800" <= letter <= "\udfff" for letter in name):  # bytes of a name that are no UTF-8
+            name = self.name or self.out.name
+            if any("\ud800" <= letter <= "\udfff" for letter in name):  # bytes that are not UTF-8
                 raise UserError(f"--name {name!r} is not UTF-8, so the folder could not be read: give another")
         elif self.name or self.metrics:
             flag = "--name" if self.name else "--metric"
             raise UserError(f"{flag} is for questions of your own files, a known set has its own: leave it out")
         if len(set(self.names)) < len(self.names):
             raise UserError(f"{', '.join(self.names)}: a set is named twice: name it once")
-        if unknown := [metric for metric in self.metrics if metric not in metrics.names()]:
-            raise UserError(f"--metric {unknown[0]} is unknown: use {', '.join(metrics.names())}")
+        if unknown := [metric for metric in self.metrics if metric not in metrics.metric_names()]:
+            raise UserError(f"--metric {unknown[0]} is unknown: use {', '.join(metrics.metric_names())}")
         if self.answer_tokens is not None and self.answer_tokens < 2:
             raise UserError(f"--answer-tokens {self.answer_tokens} is out of range: use 2 or more")
 
 
-def make_answers(options: AnswerOptions, say: Callable[[str], None] = print) -> Prepared:
-    """Make the folder unless it is there already.
+def prepare_questions(options: QuestionOptions, say: Callable[[str], None] = print) -> QuestionDataset:
+    """Make the folder of questions, unless it exists and is up to date, and print its summary.
 
-    Raises UserError: bad options or questions; nothing is changed then.
+    Args:
+        options: What to make.
+        say: Prints a line.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: Options or questions are unusable. Nothing is changed then.
     """
     options.check()
-    check_dest(options.dest)
-    asked, source = _known(options, say) if options.names else _own(options)
-    prepared = store(options.dest, asked, options.vocab_from, MADE_BY, source, say, options.overwrite)
-    say(summary(prepared))
+    check_out(options.out)
+    pending, source = _benchmark_sets(options, say) if options.names else _user_set(options)
+    prepared = write_dataset(options.out, pending, options.vocab_from, MADE_BY, source, say, options.overwrite)
+    say(summary_table(prepared))
     return prepared
 
 
-def _known(options: AnswerOptions, say: Callable[[str], None]) -> tuple[list[AskedSet], dict[str, object]]:
-    asked, digests = [], {}
-    for one in map(benchmarks.load, options.names):
-        files = {split: one.find(options.local, split) for split in one.counts}
-        reading = {
-            split: partial(_read_known, one, split, found, options.counts, say) for split, found in files.items()
+def _benchmark_sets(options: QuestionOptions, say: Callable[[str], None]) -> tuple[list[PendingSet], dict[str, object]]:
+    """Return the named benchmark sets, and what of the manifest decides their questions."""
+    pending, digests = [], {}
+    for benchmark in map(benchmarks.load_benchmark, options.names):
+        files = {split: benchmark.find(options.local, split) for split in benchmark.counts}
+        splits = {
+            split: partial(_read_benchmark, benchmark, split, split_files, options.counts, say)
+            for split, split_files in files.items()
         }
-        tokens = options.answer_tokens or one.answer_tokens
-        asked.append(AskedSet(one.name, one.suite, one.metrics, one.published, tokens, reading, one.title))
-        described = hashlib.sha256(json.dumps(records.write(one), sort_keys=True).encode()).hexdigest()
-        digests[one.name] = {"set": described, **{split: digest_entries(found, True) for split, found in files.items()}}
-    return asked, {"files": digests, "options": {"counts": options.counts, "answer_tokens": options.answer_tokens}}
+        pending.append(
+            PendingSet(
+                name=benchmark.name,
+                suite=benchmark.suite,
+                metrics=benchmark.metrics,
+                published=benchmark.published,
+                answer_tokens=options.answer_tokens or benchmark.answer_tokens,
+                splits=splits,
+                title=benchmark.title,
+            )
+        )
+        file_digests = {split: digest_source_files(split_files, True) for split, split_files in files.items()}
+        digests[benchmark.name] = {"set": benchmark.fingerprint(), **file_digests}
+    return pending, {"files": digests, "options": {"counts": options.counts, "answer_tokens": options.answer_tokens}}
 
 
-def _read_known(
-    one: KnownSet, split: str, files: Sequence[Entry], counts: bool, say: Callable[[str], None]
-) -> Iterator[Asked]:
+def _read_benchmark(
+    benchmark: Benchmark, split: str, files: Sequence[SourceFile], counts: bool, say: Callable[[str], None]
+) -> Iterator[PendingQuestion]:
     skipped = Counter[str]()
-    for asked, source in one.questions(split, files, counts, skipped):
-        yield Asked(asked, partial(str, source))
+    for question, source in benchmark.questions(split, files, counts, skipped):
+        yield PendingQuestion(question, partial(str, source))
     if skipped:
         left_out = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-        say(f"{one.name} {split}: left out {left_out}")
+        say(f"{benchmark.name} {split}: left out {left_out}")
 
 
-def _own(options: AnswerOptions) -> tuple[list[AskedSet], dict[str, object]]:
+def _user_set(options: QuestionOptions) -> tuple[list[PendingSet], dict[str, object]]:
+    """Return the set in the files of the user, and what of the manifest decides its questions."""
     files = {split: tuple(options.files[split]) for split in SPLITS if options.files.get(split)}
     metrics = options.metrics or (METRIC,)
-    asked = AskedSet(
-        name=options.name or options.dest.name,
+    pending = PendingSet(
+        name=options.name or options.out.name,
         suite="own",
         metrics=metrics,
         published=metrics[0],
         answer_tokens=options.answer_tokens or ANSWER_TOKENS,
-        splits={split: partial(_read, paths) for split, paths in files.items()},
+        splits={split: partial(_read_files, paths) for split, paths in files.items()},
         whole_answers=True,
     )
-    digests = {split: [file_digest(path) for path in paths] for split, paths in files.items()}
-    given = {"name": asked.name, "metrics": list(metrics), "answer_tokens": asked.answer_tokens}
-    return [asked], {"files": digests, "options": given}
+    digests = {split: [sha256_of_files(path) for path in paths] for split, paths in files.items()}
+    recorded = {"name": pending.name, "metrics": list(metrics), "answer_tokens": pending.answer_tokens}
+    return [pending], {"files": digests, "options": recorded}
 
 
-def _read(paths: Sequence[Path]) -> Iterator[Asked]:
+def _read_files(paths: Sequence[Path]) -> Iterator[PendingQuestion]:
     return chain.from_iterable(map(_read_file, paths))
 
 
-def _read_file(path: Path) -> Iterator[Asked]:
-    for number, one in enumerate(question.read(path)):
-        yield Asked(one, partial(_place, path, number))
+def _read_file(path: Path) -> Iterator[PendingQuestion]:
+    for index, question in enumerate(dataset.read_questions(path)):
+        yield PendingQuestion(question, partial(_file_and_line, path, index))
 
 
-def _place(path: Path, number: int) -> str:
-    """File and line of a question of a file, by its number from 0: blank lines are none."""
+def _file_and_line(path: Path, index: int) -> str:
+    """Return file and line of the question with an index from 0; blank lines are not questions."""
     with open_input(path) as file:
         lines = [line for line, text in enumerate(file, start=1) if text.strip()]
-    return f"{path} line {lines[number]}"
+    return f"{path} line {lines[index]}"
 
 
-def summary(prepared: Prepared) -> str:
-    """A table of what a folder holds, a line for each set and split, with how often guesses are right."""
+def summary_table(prepared: QuestionDataset) -> str:
+    """Return a Markdown table with a row for each set and split: counts, and how often guesses are right."""
     head = ["set", "questions", "answers", "texts", "tokens", "longest", "answers to be cut"]
     infos = [(name, split, info.splits[split]) for name, info in prepared.sets.items() for split in info.splits]
     guesses = list(dict.fromkeys(guess for *_, info in infos for guess in info.guesses))
-    unknown = any(info.unknown for *_, info in infos)
+    has_unknown = any(info.unknown for *_, info in infos)
     rows = []
     for name, split, info in infos:
         numbers = (info.questions, info.answers, info.documents, info.tokens, info.longest, info.cut_answers)
         cells = [f"{number:,}" for number in numbers]
-        cells += [f"{100 * info.unknown / info.tokens:.2f} %"] if unknown else []
+        cells += [f"{100 * info.unknown / info.tokens:.2f} %"] if has_unknown else []
         cells += [f"{info.guesses[guess]:.1f} %" if guess in info.guesses else "" for guess in guesses]
-        rows.append(Row(f"{name} {split}", [Cell(cell) for cell in cells]))
-    return Table("what was made", [*head, *(["unknown"] if unknown else []), *guesses], rows).markdown().rstrip()
+        rows.append(TableRow(f"{name} {split}", [Cell(cell) for cell in cells]))
+    return Table("what was made", [*head, *(["unknown"] if has_unknown else []), *guesses], rows).to_markdown().rstrip()

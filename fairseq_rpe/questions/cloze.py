@@ -1,8 +1,15 @@
-"""Questions made of a text without any model: which name fills the gap, where the name stands far back.
+"""Cloze questions about names, made from any text without a model.
 
-A sentence with a name is asked for: the name is taken out, and the text before the sentence is what is read. The name
-occurs there, last at a known distance. Neither the name that was there last nor the one that is there most often may
-be the answer by itself: three others must be nearer, or be there as often.
+A sentence that mentions a name is asked about with the name taken out; the model reads a passage that mentions the same
+name at a known distance. Questions that a simple guess would always answer are left out: at least three other names
+must be mentioned later in the passage, or as often, as the answer.
+
+Four kinds of index occur, and their names say which one is meant:
+
+- ``..._start``, ``..._end``: characters of the document;
+- ``word_index``: words of the document, as :data:`_WORD` finds them;
+- ``mention_index``: mentions of names, in the order of the document;
+- ``name_index``: different names of the document.
 """
 
 import re
@@ -10,286 +17,403 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from fairseq_rpe.questions.text_hash import chance_of, unit
-
 BLANK = "____"
-WHERE = ("last", "first", "both")
-SENTENCES = ("next", "earlier")
-FORMS = ("gap", "completion")
-ANSWER_TOKENS = 16  # of a name, its end symbol included
-BINS = 8  # of distance, equally wide
+QUESTION_POSITIONS = ("last", "first", "both")  # of the question, relative to the passage
+SENTENCE_SOURCES = ("next", "earlier")  # the sentence after the passage, or a sentence of the passage
+QUESTION_FORMATS = ("gap", "completion")
+ANSWER_TOKENS = 16  # most tokens of a name, the end symbol included
+BINS = 8  # equally wide bins of the distance between answer and end of the passage
 RECENT, FREQUENT, RANDOM = "the most recent name", "the most frequent name", "a name at random"
 
-_MENTIONS = 5  # of a name in a document
-_TITLED = 3  # names that follow a title in a document
-_RIVALS = 3  # other names that are nearer or as frequent
-_FEWEST_WORDS, _MOST_WORDS = 8, 60  # of a sentence that is asked for
-_BEGUN = 4  # words of a sentence that is to be completed
-# A blank and what follows it are one word for every tokenizer, a newline is one by itself.
+_MIN_MENTIONS = 5  # of a name in a document
+_MIN_TITLE_FOLLOWERS = 3  # different names after a word that make it a title
+_MIN_RIVALS = 3  # other names that are mentioned later than the answer, or as often
+_MIN_SENTENCE_WORDS, _MAX_SENTENCE_WORDS = 8, 60
+_MIN_COMPLETION_WORDS = 4  # before the name, in a sentence to be completed
+# Every tokenizer takes a blank and the letters after it as one word, and a newline as a word by itself.
 _WORD = re.compile(r"[ \n]*[^ \n]+")
 LETTERS = re.compile(r"[^\W\d_]+")
 _SHORT = r"(?:Mrs?|Ms|Dr|St|Mme|Mlle|Messrs|Capt|Col|Gen|Lieut|Rev|Hon|Prof|Esq|Jr|Sr|No|Vol|[A-Z])"
-_INSIDE = re.compile(rf"(?:[^\W\d_]|,|;|\b{_SHORT}\.)[ \n]$")
-_BORDER = re.compile(r"[.!?…][\"'”’»)\]]*[ \n]+|\n[ \t\r]*\n\s*")
+_BEFORE_INNER_WORD = re.compile(rf"(?:[^\W\d_]|,|;|\b{_SHORT}\.)[ \n]$")  # the next word begins no sentence
+_SENTENCE_BORDER = re.compile(r"[.!?…][\"'”’»)\]]*[ \n]+|\n[ \t\r]*\n\s*")
 _ABBREVIATION = re.compile(rf"\b{_SHORT}\.$")
-_WHOLE = re.compile(r"[\"'“‘«(\[_]*[^\W\d_].*[.!?…][\"'”’»)\]_]*", re.DOTALL)
-_APART = set("-_'’‐‑")
+_WHOLE_SENTENCE = re.compile(r"[\"'“‘«(\[_]*[^\W\d_].*[.!?…][\"'”’»)\]_]*", re.DOTALL)
+_JOINERS = set("-_'’‐‑")  # characters that join letters into a longer word
+
+
+def hash64(text: str) -> int:
+    """Return the 64-bit BLAKE2b hash of a text."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def uniform(seed_hash: int, k: int) -> float:
+    """Return the k-th of several uniform numbers in [0, 1) that a 64-bit hash determines: 12 bits from bit 7·k on."""
+    return (seed_hash >> 7 * k) % 4096 / 4096
+
+
+def seeded_generator(text: str) -> np.random.Generator:
+    """Return a NumPy generator that is seeded by the hash of a text."""
+    return np.random.default_rng(hash64(text))
 
 
 @dataclass(frozen=True)
-class Gap:
-    """A question of a document, whose passage is its characters from ``begin`` to ``end``."""
+class ClozeQuestion:
+    """A question about a document and the passage that the model reads.
 
-    begin: int
-    end: int
-    place: int  # of the gap: a character of the document
+    Attributes:
+        passage_start: First character of the passage, in the document.
+        passage_end: End of the passage, in characters of the document.
+        gap_start: Character of the document where the gap is, or before which a needle is inserted.
+        prompt: Text before the passage.
+        cue: Text after the passage.
+        answer: The name that was taken out.
+        choices: The names in the passage, in the order of their first mention.
+        question_names: Names that occur in the question but not in the passage.
+        distance: Words between the last mention of the answer in the passage and the end of the passage.
+        guesses: Answers of simple strategies, by the name of the strategy.
+        distance_bin: Bin of the distance in tokens, from 0 to ``BINS - 1``.
+    """
+
+    passage_start: int
+    passage_end: int
+    gap_start: int
     prompt: str
     cue: str
     answer: str
-    choices: tuple[str, ...]  # the names in the passage, in their order
-    beside: tuple[str, ...]  # the names that the question alone has
-    distance: int  # words between the last of the answer's mentions in the passage and its end
+    choices: tuple[str, ...]
+    question_names: tuple[str, ...]
+    distance: int
     guesses: Mapping[str, str]
-    bin: int  # of the distance in tokens, of BINS
+    distance_bin: int
 
 
-def question_text(sentence: str, where: str, form: str = "gap") -> tuple[str, str]:
-    """What stands before and after the passage, where the question is first, last or both.
+def question_text(sentence: str, question_position: str, question_format: str = "gap") -> tuple[str, str]:
+    """Return the text before and the text after a passage.
 
-    ``sentence``: with a gap; the answer to a ``completion`` is what comes next in a sentence that breaks off.
+    Args:
+        sentence: The question, with :data:`BLANK` in place of the name.
+        question_position: Where the question is, relative to the passage; one of :data:`QUESTION_POSITIONS`.
+        question_format: ``gap`` asks for the name in the blank; ``completion`` ends the sentence before the name.
     """
-    if form == "completion":
+    if question_format == "completion":
         return "", f"\n\n{sentence.partition(BLANK)[0].rstrip()}"
-    before = "" if where == "last" else f"{sentence}\n\n"
-    after = "" if where == "first" else f"{sentence}\n\n"
+    before = "" if question_position == "last" else f"{sentence}\n\n"
+    after = "" if question_position == "first" else f"{sentence}\n\n"
     return before, f"\n\n{after}{BLANK} ="
 
 
-class _Asked(NamedTuple):
-    """A sentence with a gap, without a passage."""
+class _Mention(NamedTuple):
+    """A mention of a name: characters of the document, and the index of the name."""
 
-    begin: int  # of the sentence
-    mention: int
-    answer: int  # the number of its name
+    start: int
+    end: int
+    name_index: int
+
+
+class _GapSentence(NamedTuple):
+    """A sentence with a gap, before a passage is chosen for it."""
+
+    sentence_start: int
+    mention_index: int  # of the name that is taken out
+    answer_index: int  # name_index of the answer
     prompt: str
     cue: str
-    room: int  # tokens of a passage
-    chance: int  # by which its passages and guesses are chosen
+    passage_budget: int  # most tokens of a passage
+    seed_hash: int  # decides which passages and guesses are chosen
 
 
-class Passages:
-    """A document in words, sentences and names.
+class ClozeDocument:
+    """A document, indexed by words, sentences and mentions of names.
 
     Args:
-        text: the document.
-        encode: a tokenizer, (tokens,) ids of a text.
-        known: whether a name can be an answer.
-        shortest: tokens of a passage; None: all are as long as they can be.
+        text: The document.
+        encode: Tokenizer that returns the (tokens,) ids of a text.
+        is_possible_answer: Whether a name can be an answer.
+        min_tokens: Shortest passage, in tokens. Lengths are log-uniform from there to the token budget. None makes
+            every passage as long as its budget allows.
     """
 
     def __init__(
-        self, text: str, encode: Callable[[str], np.ndarray], known: Callable[[str], bool], shortest: int | None = None
+        self,
+        text: str,
+        encode: Callable[[str], np.ndarray],
+        is_possible_answer: Callable[[str], bool],
+        min_tokens: int | None = None,
     ) -> None:
-        self._text, self._encode, self._shortest = text, encode, shortest
-        found = list(_WORD.finditer(text))
-        self._words = [match.start() for match in found]  # with the white space before
-        self._ends = [match.end() for match in found]
-        sizes: dict[str, int] = {}
-        self._before = [0]  # tokens before each word
-        for match in found:
+        self._text, self._encode, self._min_tokens = text, encode, min_tokens
+        words = list(_WORD.finditer(text))
+        # By word_index: characters where words start (white space before them included) and end.
+        self._word_starts = [match.start() for match in words]
+        self._word_ends = [match.end() for match in words]
+        # By word_index: tokens of all words before. Words are encoded one by one, each different word once.
+        word_sizes: dict[str, int] = {}
+        self._tokens_before = [0]
+        for match in words:
             word = match[0]
-            if word not in sizes:
-                sizes[word] = len(encode(word))
-            self._before.append(self._before[-1] + sizes[word])
-        self._find_names(known)
+            if word not in word_sizes:
+                word_sizes[word] = len(encode(word))
+            self._tokens_before.append(self._tokens_before[-1] + word_sizes[word])
+        self._find_names(is_possible_answer)
 
     @property
-    def tokens(self) -> int:
-        """Of the whole document."""
-        return self._before[-1]
+    def token_count(self) -> int:
+        """Tokens of the whole document."""
+        return self._tokens_before[-1]
 
     @property
     def names(self) -> list[str]:
-        """Words that are capitalised also within sentences and nearly nowhere else in lower case."""
+        """Words that are capitalised within sentences too, and hardly ever written in lower case."""
         return self._names
 
-    def _find_names(self, known: Callable[[str], bool]) -> None:
+    def _find_names(self, is_possible_answer: Callable[[str], bool]) -> None:
+        """Set the names, their mentions and the words that are parts of longer names."""
         text = self._text
         words = [(match[0], match.start(), match.end()) for match in LETTERS.finditer(text)]
-        all_of, inside, before_another = Counter(word for word, *_ in words), Counter[str](), Counter[str]()
+        counts, inner_counts, before_capital = Counter(word for word, *_ in words), Counter[str](), Counter[str]()
         followers = defaultdict[str, set[str]](set)
-        for (word, start, end), (after, then, _) in pairwise([*words, ("", len(text), len(text))]):
+        for (word, start, end), (next_word, next_start, _) in pairwise([*words, ("", len(text), len(text))]):
             if word[0].isupper() and len(word) > 2 and word[1:].islower():
-                inside[word] += bool(_INSIDE.search(text, max(start - 12, 0), start))
-                gap = text[end:then]
-                if after[:1].isupper() and gap.lstrip(".") in (" ", "\n"):
-                    before_another[word] += 1
-                    followers[word].add(after)
+                inner_counts[word] += bool(_BEFORE_INNER_WORD.search(text, max(start - 12, 0), start))
+                if next_word[:1].isupper() and text[end:next_start].lstrip(".") in (" ", "\n"):
+                    before_capital[word] += 1
+                    followers[word].add(next_word)
         self._names = [
             word
-            for word, count in inside.items()
-            if all_of[word] >= _MENTIONS
-            and 4 * count >= all_of[word]
-            and 50 * all_of[word.lower()] <= all_of[word]
-            and 2 * before_another[word] <= all_of[word]  # otherwise a title or a part of a name
-            and known(word)
+            for word, inner_count in inner_counts.items()
+            if counts[word] >= _MIN_MENTIONS
+            and 4 * inner_count >= counts[word]
+            and 50 * counts[word.lower()] <= counts[word]
+            and 2 * before_capital[word] <= counts[word]  # otherwise a title, or a first name
+            and is_possible_answer(word)
         ]
-        # A title goes before many names, a part of a name before few.
-        rare = {word for word, after in followers.items() if len(after) < _TITLED and not all_of[word.lower()]}
-        self._joined = rare | set(self._names)
-        numbers = {name: number for number, name in enumerate(self._names)}
+        # A title stands before many different names, a first name before few.
+        first_names = {
+            word for word, after in followers.items() if len(after) < _MIN_TITLE_FOLLOWERS and not counts[word.lower()]
+        }
+        self._joined_words = first_names | set(self._names)
+        name_indices = {name: name_index for name_index, name in enumerate(self._names)}
         self._mentions = [
-            (start, end, numbers[word])
+            _Mention(start, end, name_indices[word])
             for word, start, end in words
-            if word in numbers
-            and (text[end : end + 2] in ("'s", "’s") or not {text[start - 1], text[end : end + 1]} & _APART)
+            if word in name_indices
+            and (text[end : end + 2] in ("'s", "’s") or not {text[start - 1], text[end : end + 1]} & _JOINERS)
         ]
-        self._of = np.array([number for *_, number in self._mentions], np.int64)
-        self._words_at = [bisect_left(self._ends, end) for _, end, _ in self._mentions]
-        self._at = np.array(self._words_at, np.int64)
+        # By mention_index: the name, and the word that contains the mention, as a list for bisect and as an array.
+        self._mention_names = np.array([mention.name_index for mention in self._mentions], np.int64)  # (mentions,)
+        self._mention_words = [bisect_left(self._word_ends, mention.end) for mention in self._mentions]
+        self._mention_words_array = np.array(self._mention_words, np.int64)  # (mentions,)
 
     def sentences(self) -> list[tuple[int, int]]:
-        """Where each begins and ends: characters of the document."""
-        text, start, found = self._text, 0, []
-        for border in _BORDER.finditer(text):
-            sign, after = border.start(), LETTERS.search(text, border.end(), border.end() + 4)
+        """Return start and end of each sentence, in characters of the document."""
+        text, start, sentences = self._text, 0, []
+        for border in _SENTENCE_BORDER.finditer(text):
+            sign, next_word = border.start(), LETTERS.search(text, border.end(), border.end() + 4)
             if text[sign] != "\n":
                 short = text[sign] == "." and _ABBREVIATION.search(text, max(start, sign - 8), sign + 1)
-                if short or (after and after[0][0].islower()):
+                if short or (next_word and next_word[0][0].islower()):
                     continue
             sentence = text[start : border.end()].rstrip()
-            if _WHOLE.fullmatch(sentence):
-                found.append((start, start + len(sentence)))
+            if _WHOLE_SENTENCE.fullmatch(sentence):
+                sentences.append((start, start + len(sentence)))
             start = border.end()
-        return found
+        return sentences
 
-    def gaps(self, tokens: int, where: str, sentence: str, form: str = "gap") -> Iterator[Gap]:
-        """All questions that with their passage, and room for the answer, fill a context of ``tokens``.
+    def questions(
+        self, context_tokens: int, question_position: str, source: str, question_format: str = "gap"
+    ) -> Iterator[ClozeQuestion]:
+        """Yield every question whose passage, together with question and answer, fills a context.
 
         Args:
-            where: the question stands; one of :data:`WHERE`.
-            sentence: ``next``, the one that follows the passage; ``earlier``, one of the passage itself, each in a
-                passage for each bin of distance.
-            form: one of :data:`FORMS`; the sentence of a ``completion`` ends before the name, and is asked last.
+            context_tokens: Tokens of the context: prompt, passage, cue and answer.
+            question_position: One of :data:`QUESTION_POSITIONS`.
+            source: ``next`` asks about the sentence after the passage; ``earlier`` about a sentence of the passage,
+                with one passage for each bin of distance.
+            question_format: One of :data:`QUESTION_FORMATS`. A ``completion`` is always asked after the passage.
         """
-        starts, found = [start for start, *_ in self._mentions], self.sentences()
-        ends = [bisect_left(self._ends, end) + 1 for _, end in found]  # in words
-        for begin, end in found:
-            first, last = bisect_left(starts, begin), bisect_left(starts, end)
-            if not first < last or not _FEWEST_WORDS <= len(self._text[begin:end].split()) <= _MOST_WORDS:
+        mention_starts, sentences = [mention.start for mention in self._mentions], self.sentences()
+        sentence_end_words = self._end_words(sentences)
+        for sentence_start, sentence_end in sentences:
+            first_mention = bisect_left(mention_starts, sentence_start)
+            end_mention = bisect_left(mention_starts, sentence_end)
+            word_count = len(self._text[sentence_start:sentence_end].split())
+            if not first_mention < end_mention or not _MIN_SENTENCE_WORDS <= word_count <= _MAX_SENTENCE_WORDS:
                 continue
-            word = bisect_left(self._ends, begin + 1)
-            there = Counter(int(number) for number in self._of[first:last])
-            for mention in range(first, last):
-                if there[int(self._of[mention])] > 1 or self._part_of_a_name(mention):
+            sentence_word = bisect_left(self._word_ends, sentence_start + 1)
+            name_counts = Counter(int(name_index) for name_index in self._mention_names[first_mention:end_mention])
+            for mention_index in range(first_mention, end_mention):
+                if name_counts[int(self._mention_names[mention_index])] > 1 or self._is_within_name(mention_index):
                     continue
-                if form == "completion" and len(self._text[begin : starts[mention]].split()) < _BEGUN:
+                words_before = self._text[sentence_start : mention_starts[mention_index]].split()
+                if question_format == "completion" and len(words_before) < _MIN_COMPLETION_WORDS:
                     continue
-                asked = self._ask(begin, end, mention, tokens, where, form)
-                if sentence == "next":
-                    stops = [word] if asked.room > 0 else []
+                gap = self._gap_sentence(
+                    sentence_start, sentence_end, mention_index, context_tokens, question_position, question_format
+                )
+                if source == "next":
+                    passage_ends = [sentence_word] if gap.passage_budget > 0 else []
                 else:
-                    stops = self.stops(self._words_at[asked.mention], asked.room, asked.chance, ends)
-                shown = set(map(int, self._of[first : mention + 1])) if form == "completion" else set(there)
-                found_gaps = (self._gap(asked, stop, shown, sentence == "earlier") for stop in stops)
-                yield from (gap for gap in found_gaps if gap is not None)
+                    answer_word = self._mention_words[gap.mention_index]
+                    passage_ends = self.passage_ends(answer_word, gap.passage_budget, gap.seed_hash, sentence_end_words)
+                if question_format == "completion":  # it ends at the gap, so later names of the sentence stay unseen
+                    question_names = set(map(int, self._mention_names[first_mention : mention_index + 1]))
+                else:
+                    question_names = set(name_counts)
+                for end_word in passage_ends:
+                    question = self._question(gap, end_word, question_names, source == "earlier")
+                    if question is not None:
+                        yield question
 
-    def _ask(self, begin: int, end: int, mention: int, tokens: int, where: str, form: str) -> _Asked:
-        start, stop, answer = self._mentions[mention]
-        sentence = " ".join(f"{self._text[begin:start]}{BLANK}{self._text[stop:end]}".split())
-        prompt, cue = question_text(sentence, where, form)
-        room = tokens - ANSWER_TOKENS - len(self._encode(prompt)) - len(self._encode(cue))
-        chance = chance_of(f"{start} {sentence}")
-        return _Asked(begin, mention, answer, prompt, cue, self._drawn(room, chance), chance)
+    def _end_words(self, sentences: Sequence[tuple[int, int]]) -> list[int]:
+        """Return for each sentence the index of the first word after it."""
+        return [bisect_left(self._word_ends, end) + 1 for _, end in sentences]
 
-    def _drawn(self, room: int, chance: int) -> int:
-        """The tokens of a passage for which there are so many: of any length, drawn evenly by its logarithm."""
-        if self._shortest is None or room <= self._shortest:
-            return room
-        share = chance * 0x9E3779B97F4A7C15 % (1 << 64) / (1 << 64)  # other digits than those that choose its end
-        return int(self._shortest * (room / self._shortest) ** share)
+    def _gap_sentence(
+        self,
+        sentence_start: int,
+        sentence_end: int,
+        mention_index: int,
+        context_tokens: int,
+        question_position: str,
+        question_format: str,
+    ) -> _GapSentence:
+        mention = self._mentions[mention_index]
+        before, after = self._text[sentence_start : mention.start], self._text[mention.end : sentence_end]
+        sentence = " ".join(f"{before}{BLANK}{after}".split())
+        prompt, cue = question_text(sentence, question_position, question_format)
+        budget = context_tokens - ANSWER_TOKENS - len(self._encode(prompt)) - len(self._encode(cue))
+        seed_hash = hash64(f"{mention.start} {sentence}")
+        budget = self._sample_budget(budget, seed_hash)
+        return _GapSentence(sentence_start, mention_index, mention.name_index, prompt, cue, budget, seed_hash)
 
-    def stops(self, at: int, room: int, chance: int, ends: Sequence[int]) -> list[int]:
-        """The words before which passages end that have the word ``at`` in them, one for each bin of distance."""
-        found = []
-        for number in range(BINS if room > 0 else 0):
-            share = (number + unit(chance, number)) / BINS
-            place = bisect_left(ends, bisect_left(self._before, self._before[at + 1] + share * room))
-            if place < len(ends) and self._bin(at, ends[place], room) == number:
-                found.append(ends[place])
-        return found
+    def _sample_budget(self, budget: int, seed_hash: int) -> int:
+        """Return the passage length in tokens: ``budget``, or log-uniform in [min_tokens, budget]."""
+        if self._min_tokens is None or budget <= self._min_tokens:
+            return budget
+        # Fibonacci hashing: independent of the bits of the hash that choose the end of the passage.
+        share = seed_hash * 0x9E3779B97F4A7C15 % (1 << 64) / (1 << 64)
+        return int(self._min_tokens * (budget / self._min_tokens) ** share)
 
-    def _bin(self, at: int, stop: int, room: int) -> int:
-        return BINS * (self._before[stop] - self._before[at + 1]) // room
+    def passage_ends(
+        self, answer_word: int, budget: int, seed_hash: int, sentence_end_words: Sequence[int]
+    ) -> list[int]:
+        """Return where passages may end that contain a word: at most one end for each bin of distance.
 
-    def _gap(self, asked: _Asked, stop: int, there: set[int], inside: bool) -> Gap | None:
-        """The question on the passage that ends before the word ``stop``; ``there``: the names in the question."""
-        if (since := self._since(stop, asked.room)) is None:
+        Args:
+            answer_word: Index of the word that contains the answer.
+            budget: Tokens of a passage.
+            seed_hash: Decides the distance within each bin.
+            sentence_end_words: For each sentence, the index of the first word after it.
+
+        Returns:
+            Indices of the first word after each passage. A bin in which no sentence ends is left out.
+        """
+        end_words = []
+        for distance_bin in range(BINS if budget > 0 else 0):
+            share = (distance_bin + uniform(seed_hash, distance_bin)) / BINS
+            target_word = bisect_left(self._tokens_before, self._tokens_before[answer_word + 1] + share * budget)
+            sentence_index = bisect_left(sentence_end_words, target_word)
+            if sentence_index < len(sentence_end_words):
+                end_word = sentence_end_words[sentence_index]
+                if self._distance_bin(answer_word, end_word, budget) == distance_bin:
+                    end_words.append(end_word)
+        return end_words
+
+    def _distance_bin(self, answer_word: int, end_word: int, budget: int) -> int:
+        return BINS * (self._tokens_before[end_word] - self._tokens_before[answer_word + 1]) // budget
+
+    def _question(
+        self, gap: _GapSentence, end_word: int, question_names: set[int], in_passage: bool
+    ) -> ClozeQuestion | None:
+        """Return the question on the passage that ends before ``end_word``, or None if it would be too easy.
+
+        Args:
+            gap: The sentence with the gap.
+            end_word: Index of the first word after the passage.
+            question_names: Name indices in the question. They are neither rivals nor guesses.
+            in_passage: Whether the sentence is a sentence of the passage itself.
+        """
+        start_word = self._passage_start_word(end_word, gap.passage_budget)
+        if start_word is None or (in_passage and self._word_text_start(start_word) > gap.sentence_start):
             return None
-        if inside and self._first_sign(since) > asked.begin:
+        mention_names, mention_words = self._mentions_between(start_word, end_word)
+        counts = np.bincount(mention_names, minlength=len(self._names))  # (names,)
+        answer = gap.answer_index
+        if not counts[answer]:
             return None
-        low, high = bisect_left(self._words_at, since), bisect_left(self._words_at, stop)
-        of, at = self._of[low:high], self._at[low:high]
-        counts = np.bincount(of, minlength=len(self._names))
-        if not counts[asked.answer]:
+        last_words = np.full(len(self._names), -1)  # (names,) word_index of each name's last mention, -1 without one
+        last_words[mention_names] = mention_words  # later mentions overwrite earlier ones
+        answer_word = self._mention_words[gap.mention_index] if in_passage else int(last_words[answer])
+        others = np.array([n for n in np.unique(mention_names) if n not in question_names], np.int64)
+        rivals = others[(last_words[others] > last_words[answer]) | (counts[others] >= counts[answer])]
+        if len(rivals) < _MIN_RIVALS:
             return None
-        lasts = np.full(len(self._names), -1)
-        lasts[of] = at
-        answer, place = asked.answer, self._words_at[asked.mention] if inside else int(lasts[asked.answer])
-        others = np.array([n for n in np.unique(of) if n not in there], np.int64)
-        rivals = others[(lasts[others] > lasts[answer]) | (counts[others] >= counts[answer])]
-        if len(rivals) < _RIVALS:
-            return None
-        open_to = np.sort(np.append(others, answer))
+        candidates = np.sort(np.append(others, answer))  # name indices
         guesses = {
-            RECENT: open_to[np.argmax(lasts[open_to])],
-            FREQUENT: open_to[np.lexsort((lasts[open_to], counts[open_to]))[-1]],
-            RANDOM: open_to[asked.chance % len(open_to)],
+            RECENT: candidates[np.argmax(last_words[candidates])],
+            FREQUENT: candidates[np.lexsort((last_words[candidates], counts[candidates]))[-1]],  # ties: the latest
+            RANDOM: candidates[gap.seed_hash % len(candidates)],
         }
-        return Gap(
-            begin=self._first_sign(since),
-            end=self._ends[stop - 1],
-            place=self._mentions[asked.mention][0],
-            prompt=asked.prompt,
-            cue=asked.cue,
+        return ClozeQuestion(
+            passage_start=self._word_text_start(start_word),
+            passage_end=self._word_ends[end_word - 1],
+            gap_start=self._mentions[gap.mention_index].start,
+            prompt=gap.prompt,
+            cue=gap.cue,
             answer=self._names[answer],
-            choices=tuple(self._names[number] for number in dict.fromkeys(of.tolist())),
-            beside=tuple(self._names[number] for number in sorted(there.difference(of.tolist()))),
-            distance=stop - 1 - place,
-            guesses={guess: self._names[number] for guess, number in guesses.items()},
-            bin=self._bin(place, stop, asked.room),
+            choices=self._names_in_order(mention_names),
+            question_names=tuple(self._names[n] for n in sorted(question_names.difference(mention_names.tolist()))),
+            distance=end_word - 1 - answer_word,
+            guesses={guess: self._names[name_index] for guess, name_index in guesses.items()},
+            distance_bin=self._distance_bin(answer_word, end_word, gap.passage_budget),
         )
 
-    def _part_of_a_name(self, mention: int) -> bool:
-        """Whether the words beside a name tell it: those of one name are capitalised and always together."""
-        start, stop, _ = self._mentions[mention]
-        after = re.match(r"[ \n]+([^\W\d_])", self._text[stop : stop + 4])
+    def _mentions_between(self, start_word: int, end_word: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return name indices and word indices, each (mentions,), of the mentions in the words start to end - 1."""
+        first, end = bisect_left(self._mention_words, start_word), bisect_left(self._mention_words, end_word)
+        return self._mention_names[first:end], self._mention_words_array[first:end]
+
+    def _names_in_order(self, mention_names: np.ndarray) -> tuple[str, ...]:
+        """Return the different names of (mentions,) name indices, in the order of their first mention."""
+        return tuple(self._names[name_index] for name_index in dict.fromkeys(mention_names.tolist()))
+
+    def _is_within_name(self, mention_index: int) -> bool:
+        """Return whether a mention is part of a longer name, whose other words would give the answer away."""
+        start, end, _ = self._mentions[mention_index]
+        after = re.match(r"[ \n]+([^\W\d_])", self._text[end : end + 4])
         if after and after[1].isupper():
             return True
         before = re.search(r"([^\W\d_]+)\.?[ \n]+$", self._text[max(start - 24, 0) : start])
-        return before is not None and before[1] in self._joined
+        return before is not None and before[1] in self._joined_words
 
-    def _since(self, word: int, room: int) -> int | None:
-        """The first word of a passage of at most ``room`` tokens before ``word``; none where there are fewer."""
-        since = bisect_left(self._before, self._before[word] - room)
-        if not since:
+    def _passage_start_word(self, end_word: int, budget: int) -> int | None:
+        """Return the first word of the longest passage before ``end_word`` that has at most ``budget`` tokens.
+
+        None if the whole text before ``end_word`` has fewer tokens.
+        """
+        start_word = bisect_left(self._tokens_before, self._tokens_before[end_word] - budget)
+        if not start_word:
             return None
-        while since < word:
-            alone = len(self._encode(self._text[self._first_sign(since) : self._ends[since]]))
-            if alone + self._before[word] - self._before[since + 1] <= room:
-                return since
-            since += 1
+        while start_word < end_word:
+            # The passage begins without the white space of its first word, which may then have more tokens.
+            text = self._text[self._word_text_start(start_word) : self._word_ends[start_word]]
+            first_size = len(self._encode(text))
+            if first_size + self._tokens_before[end_word] - self._tokens_before[start_word + 1] <= budget:
+                return start_word
+            start_word += 1
         return None
 
-    def _first_sign(self, word: int) -> int:
-        return self._ends[word] - len(self._text[self._words[word] : self._ends[word]].lstrip(" \n"))
+    def _word_text_start(self, word_index: int) -> int:
+        """Return the character where a word starts, without the white space before it."""
+        word = self._text[self._word_starts[word_index] : self._word_ends[word_index]]
+        return self._word_ends[word_index] - len(word.lstrip(" \n"))
 
 
-def quotas(questions: int) -> Sequence[int]:
-    """How many of so many questions each bin of distance gets."""
-    return [questions // BINS + (number < questions % BINS) for number in range(BINS)]
+def bin_quotas(questions: int) -> Sequence[int]:
+    """Return how many of a number of questions each bin of distance gets."""
+    return [questions // BINS + (distance_bin < questions % BINS) for distance_bin in range(BINS)]

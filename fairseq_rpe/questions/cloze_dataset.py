@@ -1,112 +1,275 @@
-"""A prepared folder of gaps: the questions of all documents, as many of them from each distance, chosen by a seed."""
+"""Makes a folder of cloze questions: equally many from each bin of distance, chosen by a seed.
+
+Documents for validation and test are those that a pre-training on the given corpus has not read either.
+"""
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Any, Self
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.documents import Document
-from fairseq_rpe.data.encoders import UNK, Encoder, load_encoder
-from fairseq_rpe.data.folder import SPLITS
+from fairseq_rpe.data.documents import Document, SourceFile
+from fairseq_rpe.data.folder import MANIFEST, MANIFEST_KEYS, SPLITS, read_manifest
 from fairseq_rpe.data.prepare_options import PrepareOptions
-from fairseq_rpe.data.sourcefiles import Entry
-from fairseq_rpe.data.splits import DividedDocuments
-from fairseq_rpe.data.vocabulary import given_vocabulary
-from fairseq_rpe.questions.cloze import ANSWER_TOKENS, BINS, FORMS, SENTENCES, WHERE, Gap, quotas
-from fairseq_rpe.questions.dataset import Prepared
-from fairseq_rpe.questions.dataset_writer import Asked, AskedSet, check_dest, store
-from fairseq_rpe.questions.heldout_documents import Division, HeldOut
-from fairseq_rpe.questions.name_permutation import Exchange
-from fairseq_rpe.questions.needle import FREQUENT, Places, plant
-from fairseq_rpe.questions.question import Question
-from fairseq_rpe.questions.text_hash import chance_of
+from fairseq_rpe.data.splits import SplitDocuments
+from fairseq_rpe.data.tokenization import UNK, Encoder, load_encoder
+from fairseq_rpe.data.vocabulary import find_vocabulary
+from fairseq_rpe.questions.build_dataset import PendingQuestion, PendingSet, check_out, write_dataset
+from fairseq_rpe.questions.cloze import (
+    ANSWER_TOKENS,
+    BINS,
+    QUESTION_FORMATS,
+    QUESTION_POSITIONS,
+    SENTENCE_SOURCES,
+    ClozeQuestion,
+    bin_quotas,
+    hash64,
+)
+from fairseq_rpe.questions.cloze_variants import NEEDLE_NAMES, NamePermutation, NeedleDocument, insert_needle
+from fairseq_rpe.questions.dataset import Question, QuestionDataset
+from fairseq_rpe.utils import records
 from fairseq_rpe.utils.progress import Progress
 
-_LEAST_TOKENS = 128
-ASKED = (*SENTENCES, "planted")  # sentences
-NAMES = ("own", "exchanged")  # of the text; or drawn for each question from those of the training texts
+SOURCES = (*SENTENCE_SOURCES, "planted")  # of the sentence that is asked about
+ENTITY_NAMES = ("own", "exchanged")  # names of the text, or others drawn from the training texts for each question
+MADE_BY = "fairseq-rpe prepare-gaps"  # in the manifest: the first name of the command
 _TITLES = {"gap": "which name fills the gap", "completion": "which name comes next"}
-MADE_BY = "fairseq-rpe prepare-gaps"
+_MIN_CONTEXT_TOKENS = 128
+_FEW_DOCUMENTS = 1000  # a corpus of at most so many may have been split otherwise than by a hash of each document
 
 
 @dataclass(frozen=True)
-class GapOptions:
-    """Which questions to make, out of which text, and where."""
+class SplitSettings:
+    """The options of ``fairseq-rpe prepare`` that assign documents to splits.
 
-    dest: Path
-    vocab_from: Path  # a prepared corpus whose tokenizer is taken
-    train: tuple[Path | Entry, ...]  # all text if the others are empty: it is divided by document then
-    tokens: int  # of a context that a passage, its question and room for the answer fill
-    valid: tuple[Path | Entry, ...] = ()
-    test: tuple[Path | Entry, ...] = ()
-    documents: int | None = None  # of training, the first ones; None takes all
+    Attributes:
+        seed: Seed of the hashes.
+        valid_fraction: Expected share of documents for validation.
+        test_fraction: Expected share of documents for the test.
+        split_by: What is hashed; see :class:`~fairseq_rpe.data.prepare_options.PrepareOptions`.
+    """
+
+    seed: int = 1
+    valid_fraction: float = 0.05
+    test_fraction: float = 0.05
+    split_by: str = "text"
+
+    @classmethod
+    def from_manifest(cls, options: Mapping[str, Any], source: str) -> Self:
+        """Read the options of a manifest; ``source`` is its path, for messages."""
+        values = {name: options[key] for name in vars(cls()) if (key := MANIFEST_KEYS.get(name, name)) in options}
+        return records.read_record(cls, values, source, "options", strict=False)
+
+    def to_manifest(self) -> dict[str, Any]:
+        """Return the settings under their keys in a manifest."""
+        return {MANIFEST_KEYS.get(name, name): value for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The option of ``corpus.json`` on rows that are lines of one document."""
+
+    rows_are_lines: bool = False
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """What is read of ``corpus.json``."""
+
+    digest: Mapping[str, str] = field(default_factory=dict)
+    splits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+class HeldOutDocuments:
+    """How a prepared corpus was split, and whether its training may have read documents of another text.
+
+    Args:
+        corpus: Folder of the prepared corpus.
+
+    Attributes:
+        split_settings: How the documents of the corpus were split. None if its splits were given as files, or if the
+            manifest does not record it.
+    """
+
+    def __init__(self, corpus: Path) -> None:
+        manifest, source = read_manifest(corpus), str(corpus / MANIFEST)
+        record = records.read_record(_Corpus, manifest, source, "the corpus", strict=False)
+        options = manifest.get("options", {})
+        self._digest, self._corpus = record.digest, corpus
+        self.split_settings = SplitSettings.from_manifest(options, source) if "all" in record.digest else None
+        documents = sum(counts.get("documents", 0) for counts in record.splits.values())
+        self._rows_are_lines = records.read_record(_Rows, options, source, "options", strict=False).rows_are_lines
+        # A hash of the text puts a document into the same split whatever the other documents are.
+        by_text = self.split_settings is not None and self.split_settings.split_by == "text"
+        self._by_hash = by_text and documents > _FEW_DOCUMENTS and not self._rows_are_lines
+
+    def documents(self, texts: PrepareOptions) -> tuple[SplitDocuments, SplitSettings]:
+        """Split the documents of a text as the corpus was split, if possible.
+
+        Args:
+            texts: The text. Its own settings are used if it has files for each split, or if the corpus records none.
+
+        Returns:
+            The documents, and the settings that split them.
+        """
+        if texts.valid or self.split_settings is None:
+            return SplitDocuments(texts), records.from_attributes(SplitSettings, texts)
+        settings = self.split_settings
+        documents = SplitDocuments(replace(texts, **vars(settings)))
+        if settings.split_by == "path" and documents.digest != self._digest:
+            # Paths of other files say nothing about the corpus, and all rows of a file would share one split.
+            settings = replace(settings, split_by="text")
+            documents = SplitDocuments(replace(texts, **vars(settings)))
+        return documents, settings
+
+    def warning(self, digest: Mapping[str, str], too_few: bool = False) -> str | None:
+        """Return a warning if the training of the corpus may have read documents of validation or test.
+
+        Args:
+            digest: Digests of the source files by split; ``all`` if they were split by :meth:`documents`.
+            too_few: Whether there were too few documents for that, so that they were split in another way.
+
+        Returns:
+            One line, or None if there is no such risk or the manifest does not record enough.
+        """
+        if not self._digest:
+            return None
+        if "all" in digest:
+            safe = (digest == self._digest and not self._rows_are_lines) or (self._by_hash and not too_few)
+        else:
+            safe = all(digest[split] == self._digest.get(split) for split in ("valid", "test"))
+        if safe:
+            return None
+        return (
+            f"warning: unless this is another text, models trained on {self._corpus} may have read documents of "
+            "validation and test: give the files that it was made of, by --train, --valid and --test if it was"
+        )
+
+
+@dataclass(frozen=True)
+class ClozeOptions:
+    """Options of ``fairseq-rpe prepare-cloze``: which questions to make from which text.
+
+    Attributes:
+        out: Folder to make.
+        vocab_from: Prepared corpus whose tokenizer is used.
+        train: Source files of the training split, or of the whole text if ``valid`` and ``test`` are empty.
+        tokens: Context that passage, question and answer fill, in tokens.
+        valid: Source files of the validation split.
+        test: Source files of the test split.
+        documents: Use the first so many training documents; None uses all.
+        text_field: Field of a row that contains the text.
+        questions: Number of training questions.
+        valid_questions: Number of validation questions, and of test questions.
+        valid_tokens: Context in validation and test, in tokens; None is the same as in training.
+        min_tokens: Shortest passage of training, in tokens; None lets every passage fill its context.
+        gap_position: Where the question is, relative to the passage; one of
+            :data:`~fairseq_rpe.questions.cloze.QUESTION_POSITIONS`.
+        source: Sentence that is asked about: ``next`` after the passage, an ``earlier`` one of the passage, or
+            ``planted``, a needle inserted into the passage.
+        question_format: One of :data:`~fairseq_rpe.questions.cloze.QUESTION_FORMATS`.
+        entity_names: ``own`` names of the text, or names ``exchanged`` for others in each question.
+        seed: Chooses the questions, and splits the documents unless the corpus records how.
+        overwrite: Replace a folder that was made with other options.
+    """
+
+    out: Path
+    vocab_from: Path
+    train: tuple[Path | SourceFile, ...]
+    tokens: int
+    valid: tuple[Path | SourceFile, ...] = ()
+    test: tuple[Path | SourceFile, ...] = ()
+    documents: int | None = None
     text_field: str = "text"
-    questions: int = 4000  # of training
-    valid_questions: int = 400  # of validation, and as many of the test
-    valid_tokens: int | None = None  # of their contexts; None: as in training
-    shortest: int | None = None  # passage of training, in tokens; None: all fill their contexts
-    where: str = "last"  # the question stands; one of WHERE
-    sentence: str = "next"  # which is asked for; one of ASKED
-    form: str = "gap"  # of the question; one of FORMS
-    names: str = "own"  # one of NAMES
-    seed: int = 1  # chooses questions; divides documents, too, where the corpus' were not
-    overwrite: bool = False  # replace a folder in ``dest`` that was made otherwise
+    questions: int = 4000
+    valid_questions: int = 400
+    valid_tokens: int | None = None
+    min_tokens: int | None = None
+    gap_position: str = "last"
+    source: str = "next"
+    question_format: str = "gap"
+    entity_names: str = "own"
+    seed: int = 1
+    overwrite: bool = False
 
     def check(self) -> None:
-        """Refuse numbers out of range, naming the option."""
+        """Check the options.
+
+        Raises:
+            UserError: An option is out of range or does not go with another one.
+        """
         ranges = {
-            "tokens": (_LEAST_TOKENS, 1 << 24),
+            "tokens": (_MIN_CONTEXT_TOKENS, 1 << 24),
             "questions": (BINS, 1 << 32),
             "valid_questions": (BINS, 1 << 32),
-            "valid_tokens": (_LEAST_TOKENS, 1 << 24),
-            "shortest": (16, self.tokens // 2),
+            "valid_tokens": (_MIN_CONTEXT_TOKENS, 1 << 24),
+            "min_tokens": (16, self.tokens // 2),
             "seed": (0, (1 << 63) - 1),
         }
         for name, (least, most) in ranges.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} {value} is out of range: use {least} to {most}")
-        for name, value, known in (
-            ("question", self.where, WHERE),
-            ("sentence", self.sentence, ASKED),
-            ("form", self.form, FORMS),
-            ("names", self.names, NAMES),
-        ):
-            if value not in known:
-                raise UserError(f"--{name} {value} is none of {', '.join(known)}")
-        if self.form == "completion" and self.where != "last":
-            raise UserError(f"--form completion asks last: leave out --question {self.where}")
-        if self.sentence == "planted" and (self.form, self.names) != ("completion", "own"):
-            wrong = "--names exchanged" if self.names != "own" else "--form gap"
-            raise UserError(f"--sentence planted is completed, by a name that is drawn: {wrong} does not go with it")
+            number = getattr(self, name)
+            if number is not None and not least <= number <= most:
+                raise UserError(f"{_flag(name)} {number} is out of range: use {least} to {most}")
+        choices = {
+            "gap_position": QUESTION_POSITIONS,
+            "source": SOURCES,
+            "question_format": QUESTION_FORMATS,
+            "entity_names": ENTITY_NAMES,
+        }
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                raise UserError(f"{_flag(name)} {getattr(self, name)} is not one of {', '.join(values)}")
+        if self.question_format == "completion" and self.gap_position != "last":
+            raise UserError(
+                f"--question-format completion asks after the passage: leave out --gap-position {self.gap_position}"
+            )
+        if self.source == "planted" and (self.question_format, self.entity_names) != ("completion", "own"):
+            conflict = "--entity-names exchanged" if self.entity_names != "own" else "--question-format gap"
+            raise UserError(
+                f"--source planted needs a completion with a drawn name, so {conflict} does not go with it: use "
+                "--question-format completion and leave out --entity-names"
+            )
 
-    def wanted(self, split: str) -> int:
-        """How many questions a split gets."""
+    def question_count(self, split: str) -> int:
+        """Return the number of questions of a split."""
         return self.questions if split == "train" else self.valid_questions
 
-    def length(self, split: str) -> int:
-        """The tokens of a context of a split."""
+    def context_tokens(self, split: str) -> int:
+        """Return the tokens of a context of a split."""
         return self.tokens if split == "train" else self.valid_tokens or self.tokens
 
-    def filled(self, split: str) -> int:
-        """How many of them are filled: exchanged names may be longer ones."""
-        length = self.length(split)
-        return length - length // 20 if self.names == "exchanged" else length
+    def fill_tokens(self, split: str) -> int:
+        """Return the tokens of a context that the original text may fill: exchanged names may be longer."""
+        tokens = self.context_tokens(split)
+        return tokens - tokens // 20 if self.entity_names == "exchanged" else tokens
 
 
-def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepared:
-    """Make the folder unless it is there already.
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
-    Raises UserError: bad options or sources, documents that are too short, that have no names or too few questions.
+
+def prepare_cloze(options: ClozeOptions, say: Callable[[str], None] = print) -> QuestionDataset:
+    """Make the folder of cloze questions, unless it exists and was made with the same options.
+
+    Args:
+        options: What to make.
+        say: Prints a line of progress.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: Options or sources are unusable, or the documents are too short, have no names or give too few
+            questions.
     """
     options.check()
     texts = PrepareOptions(
-        dest=options.dest,
+        out=options.out,
         train=options.train,
         valid=options.valid,
         test=options.test,
@@ -116,184 +279,203 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
         vocab_from=options.vocab_from,
     )
     texts.check()
-    kind = (given_vocabulary(options.vocab_from, None) or ("", {}))[0]
-    check_dest(options.dest)
-    held_out = HeldOut(options.vocab_from)
-    documents, division = held_out.documents(texts)
+    kind = (find_vocabulary(options.vocab_from, None) or ("", {}))[0]
+    check_out(options.out)
+    held_out = HeldOutDocuments(options.vocab_from)
+    documents, split_settings = held_out.documents(texts)
     if warning := held_out.warning(documents.digest):
         say(warning)
-    choice = _Choice(options, documents, load_encoder(kind, options.vocab_from), say, held_out)
-    lengths = dict.fromkeys(map(options.length, SPLITS))
-    asked = AskedSet(
-        name=options.dest.name,
+    sampler = _QuestionSampler(options, documents, load_encoder(kind, options.vocab_from), say, held_out)
+    contexts = dict.fromkeys(map(options.context_tokens, SPLITS))
+    pending = PendingSet(
+        name=options.out.name,
         suite="gaps",
-        title=f"{_TITLES[options.form]}, in {' and '.join(map(str, lengths))} tokens",
+        title=f"{_TITLES[options.question_format]}, in {' and '.join(map(str, contexts))} tokens",
         metrics=("f1", "em"),
         published="f1",
         answer_tokens=ANSWER_TOKENS,
-        splits={split: partial(choice.asked, split) for split in SPLITS},
+        splits={split: partial(sampler.pending_questions, split) for split in SPLITS},
     )
-    places = ("dest", "vocab_from", "train", "valid", "test", "overwrite")
-    chosen = {name: value for name, value in vars(options).items() if name not in places}
-    source: dict[str, object] = {"texts": documents.digest, "options": chosen}
-    if division != Division(options.seed):
-        source["division"] = vars(division)
-    return store(options.dest, [asked], options.vocab_from, MADE_BY, source, say, options.overwrite)
+    not_recorded = ("out", "vocab_from", "train", "valid", "test", "overwrite")
+    recorded = {MANIFEST_KEYS.get(k, k): value for k, value in vars(options).items() if k not in not_recorded}
+    source: dict[str, object] = {"texts": documents.digest, "options": recorded}
+    if split_settings != SplitSettings(options.seed):
+        source["division"] = split_settings.to_manifest()
+    return write_dataset(options.out, [pending], options.vocab_from, MADE_BY, source, say, options.overwrite)
 
 
 @dataclass
-class _Looked:
-    """What was found in the documents of a split."""
+class _SplitStats:
+    """Counts over the documents of a split.
+
+    Attributes:
+        documents: Number of documents.
+        longest: Tokens of the longest document.
+        names: Number of names, added up over documents.
+    """
 
     documents: int = 0
-    longest: int = 0  # document, in tokens
+    longest: int = 0
     names: int = 0
 
 
-class _Choice:
-    """The questions of each split that a hash of seed, document and place chooses, as many of each bin of distance."""
+class _QuestionSampler:
+    """Chooses the questions of each split by a hash of seed, document and gap, with a quota for each distance bin."""
 
     def __init__(
         self,
-        options: GapOptions,
-        documents: DividedDocuments,
+        options: ClozeOptions,
+        documents: SplitDocuments,
         encoder: Encoder,
         say: Callable[[str], None],
-        held_out: HeldOut,
+        held_out: HeldOutDocuments,
     ) -> None:
         self._held_out = held_out
         self._options, self._documents, self._encoder, self._say = options, documents, encoder, say
-        # by split: by the number of its document
-        self._chosen: dict[str, dict[int, list[Gap]]] = {}
-        self._names: Counter[str] = Counter()  # of the training
+        # Questions by split and by the number of their document within the split.
+        self._chosen: dict[str, dict[int, list[ClozeQuestion]]] = {}
+        self._name_counts: Counter[str] = Counter()  # of the training documents
 
-    def asked(self, split: str) -> Iterator[Asked]:
-        """The chosen questions of a split, in the order of the documents."""
+    def pending_questions(self, split: str) -> Iterator[PendingQuestion]:
+        """Yield the chosen questions of a split, in the order of the documents."""
         if not self._chosen:
             self._choose()
-        left = dict(self._chosen[split])
-        for number, document in enumerate(d for s, d in self._documents if s == split):
-            gaps = left.pop(number, [])
-            text = _text(document) if gaps else ""
-            for gap in sorted(gaps, key=attrgetter("place", "end")):
-                passage = text[gap.begin : gap.end]
-                gap, passage = self._with_names(split, document, gap, passage)
-                yield Asked(_question(number, passage, gap), partial(str, document.place), gap.guesses)
-            if not left:
+        remaining = dict(self._chosen[split])
+        for document_index, document in enumerate(d for s, d in self._documents if s == split):
+            questions = remaining.pop(document_index, [])
+            text = _text(document) if questions else ""
+            for question in sorted(questions, key=attrgetter("gap_start", "passage_end")):
+                passage = text[question.passage_start : question.passage_end]
+                question, passage = self._apply_variant(split, document, question, passage)
+                yield PendingQuestion(
+                    _as_question(document_index, passage, question),
+                    partial(str, document.relative_path),
+                    question.guesses,
+                )
+            if not remaining:
                 break
         self._documents.check_unchanged()
 
     @cached_property
-    def _exchange(self) -> Exchange:
-        return Exchange(self._names, self._encoder.encode, self._options.seed)
+    def _permutation(self) -> NamePermutation:
+        return NamePermutation(self._name_counts, self._encoder.encode, self._options.seed)
 
     @cached_property
-    def _planted(self) -> list[str]:
-        return [name for name, _ in self._names.most_common(FREQUENT)]
+    def _needle_names(self) -> list[str]:
+        return [name for name, _ in self._name_counts.most_common(NEEDLE_NAMES)]
 
-    def _with_names(self, split: str, document: Document, gap: Gap, passage: str) -> tuple[Gap, str]:
-        """A question and its passage with the names that are drawn for it, if any are."""
-        if self._options.sentence == "planted":
-            return plant(gap, passage, self._planted, f"{self._options.seed}\0{document.digest}")
-        if self._options.names == "exchanged":
-            return self._exchange(gap, passage, self._options.length(split) - ANSWER_TOKENS, document.digest)
-        return gap, passage
+    def _apply_variant(
+        self, split: str, document: Document, question: ClozeQuestion, passage: str
+    ) -> tuple[ClozeQuestion, str]:
+        """Insert the needle or exchange the names, if the options ask for it."""
+        if self._options.source == "planted":
+            return insert_needle(question, passage, self._needle_names, f"{self._options.seed}\0{document.digest}")
+        if self._options.entity_names == "exchanged":
+            max_tokens = self._options.context_tokens(split) - ANSWER_TOKENS
+            return self._permutation(question, passage, max_tokens, document.digest)
+        return question, passage
 
     def _choose(self) -> None:
-        options, looked = self._options, {split: _Looked() for split in SPLITS}
-        heaps: dict[tuple[str, int], list[tuple[int, int, Gap]]] = defaultdict(list)
-        with Progress("looking for questions", "documents", self._count()) as progress:
+        """Fill ``_chosen`` and ``_name_counts`` in one pass over the documents."""
+        options, stats = self._options, {split: _SplitStats() for split in SPLITS}
+        # By split and bin, the questions with the smallest hashes: (-hash, document index, question).
+        heaps: dict[tuple[str, int], list[tuple[int, int, ClozeQuestion]]] = defaultdict(list)
+        with Progress("looking for questions", "documents", self._count_documents()) as progress:
             for split, document in self._documents:
-                there = looked[split]
-                shortest = options.shortest if split == "train" else None
-                passages = Places(_text(document), self._encoder.encode, self._can_be_answer, shortest)
-                if options.sentence == "planted":
-                    found = passages.places(options.length(split))
+                split_stats = stats[split]
+                min_tokens = options.min_tokens if split == "train" else None
+                indexed = NeedleDocument(_text(document), self._encoder.encode, self._is_possible_answer, min_tokens)
+                if options.source == "planted":
+                    questions = indexed.needle_questions(options.context_tokens(split))
                 else:
-                    found = passages.gaps(options.filled(split), options.where, options.sentence, options.form)
-                for gap in found:
-                    heap = heaps[split, gap.bin]
-                    # A heap gives up its smallest first: the one of the highest rank.
-                    full = len(heap) == quotas(options.wanted(split))[gap.bin]
-                    (heapq.heappushpop if full else heapq.heappush)(
-                        heap, (-self._rank(document, gap), there.documents, gap)
+                    questions = indexed.questions(
+                        options.fill_tokens(split), options.gap_position, options.source, options.question_format
                     )
-                there.documents += 1
-                there.longest = max(there.longest, passages.tokens)
-                there.names += len(passages.names)
+                for question in questions:
+                    heap = heaps[split, question.distance_bin]
+                    # heappushpop drops the smallest entry, which is the one with the largest hash.
+                    full = len(heap) == bin_quotas(options.question_count(split))[question.distance_bin]
+                    (heapq.heappushpop if full else heapq.heappush)(
+                        heap, (-self._question_hash(document, question), split_stats.documents, question)
+                    )
+                split_stats.documents += 1
+                split_stats.longest = max(split_stats.longest, indexed.token_count)
+                split_stats.names += len(indexed.names)
                 if split == "train":
-                    self._names.update(passages.counts())
+                    self._name_counts.update(indexed.name_counts())
                 progress.update()
         for split in SPLITS:
-            self._check(split, looked[split], [len(heaps[split, number]) for number in range(BINS)])
-            chosen: dict[int, list[Gap]] = defaultdict(list)
-            for number in range(BINS):
-                for _, document_number, gap in heaps[split, number]:
-                    chosen[document_number].append(gap)
+            self._check_quotas(split, stats[split], [len(heaps[split, distance_bin]) for distance_bin in range(BINS)])
+            chosen: dict[int, list[ClozeQuestion]] = defaultdict(list)
+            for distance_bin in range(BINS):
+                for _, document_index, question in heaps[split, distance_bin]:
+                    chosen[document_index].append(question)
             self._chosen[split] = chosen
 
-    def _count(self) -> int:
-        """How many documents there are; where a split got none of few, they are divided otherwise."""
+    def _count_documents(self) -> int:
+        """Count the documents; split them in another way if there are so few that a split would be empty."""
         counts, splits = Counter[str](), dict[str, str]()
         for split, document in self._documents:
             counts[split] += 1
             if (other := splits.setdefault(document.digest, split)) != split:
-                both = f"{document.place} has a document that the {other} split has, too"
-                raise UserError(f"the {split} split: {both}: leave it out of one of them")
+                problem = f"{document.relative_path} has a document that the {other} split has, too"
+                raise UserError(f"the {split} split: {problem}: leave it out of one of them")
         empty = [split for split in SPLITS if not counts[split]]
         if empty:
-            if (how := self._documents.divide_few()) is None:
+            if (description := self._documents.split_few()) is None:
                 raise UserError(
                     f"the {empty[0]} split has no document: give more texts, or --train, --valid and --test"
                 )
-            self._say(how)
+            self._say(description)
             digest = self._documents.digest
-            if (warning := self._held_out.warning(digest, few=True)) and not self._held_out.warning(digest):
+            if (warning := self._held_out.warning(digest, too_few=True)) and not self._held_out.warning(digest):
                 self._say(warning)
             return sum(1 for _ in self._documents)
         return counts.total()
 
-    def _can_be_answer(self, name: str) -> bool:
+    def _is_possible_answer(self, name: str) -> bool:
         ids = self._encoder.encode(f" {name}")
         return len(ids) < ANSWER_TOKENS and UNK not in ids
 
-    def _rank(self, document: Document, gap: Gap) -> int:
-        name = f"{self._options.seed}\0{document.digest}\0{gap.place}\0{gap.end}"
-        return chance_of(name)
+    def _question_hash(self, document: Document, question: ClozeQuestion) -> int:
+        return hash64(f"{self._options.seed}\0{document.digest}\0{question.gap_start}\0{question.passage_end}")
 
-    def _check(self, split: str, looked: _Looked, found: list[int]) -> None:
-        """Refuse a split that has fewer questions of some distance than wanted."""
-        tokens, wanted = self._options.length(split), self._options.wanted(split)
-        short = [number for number, (n, quota) in enumerate(zip(found, quotas(wanted), strict=True)) if n < quota]
-        if not short:
+    def _check_quotas(self, split: str, stats: _SplitStats, bin_counts: list[int]) -> None:
+        """Raise UserError if a bin of distance has fewer questions than its quota."""
+        tokens = self._options.context_tokens(split)
+        quotas = bin_quotas(self._options.question_count(split))
+        short_bins = [i for i, (count, quota) in enumerate(zip(bin_counts, quotas, strict=True)) if count < quota]
+        if not short_bins:
             return
-        less = "--tokens" if split == "train" or self._options.valid_tokens is None else "--valid-tokens"
-        if looked.longest < tokens:
-            longest = f"its longest document has {looked.longest} tokens"
-            raise UserError(f"the {split} split has no passage of {tokens} tokens, {longest}: use fewer {less}")
-        if not looked.names:
-            what = "of words that are capitalised within sentences and hardly ever in lower case"
-            raise UserError(f"the {split} split has no names, {what}: give other texts, such as novels")
-        worst = min(short, key=lambda number: found[number])
-        back = " to ".join(f"{100 * edge / BINS:g}" for edge in (worst, worst + 1))
-        few = f"has {found[worst]} questions with the answer {back} % of the passage back, not {quotas(wanted)[worst]}"
-        flag = "--questions" if split == "train" else "--valid-questions"
-        least = BINS * found[worst]
-        remedy = f"use {flag} {least} or give it more text" if least else f"give it more text or use fewer {less}"
-        raise UserError(f"the {split} split {few}: {remedy}")
+        tokens_flag = "--tokens" if split == "train" or self._options.valid_tokens is None else "--valid-tokens"
+        if stats.longest < tokens:
+            longest = f"its longest document has {stats.longest} tokens"
+            raise UserError(f"the {split} split has no passage of {tokens} tokens, {longest}: use fewer {tokens_flag}")
+        if not stats.names:
+            definition = "of words that are capitalised within sentences and hardly ever in lower case"
+            raise UserError(f"the {split} split has no names, {definition}: give other texts, such as novels")
+        worst = min(short_bins, key=bin_counts.__getitem__)
+        percent = " to ".join(f"{100 * edge / BINS:g}" for edge in (worst, worst + 1))
+        problem = f"has {bin_counts[worst]} questions with the answer {percent} % of the passage back"
+        questions_flag = "--questions" if split == "train" else "--valid-questions"
+        possible = BINS * bin_counts[worst]
+        remedy = f"use {questions_flag} {possible} or give it more text"
+        if not possible:
+            remedy = f"give it more text or use fewer {tokens_flag}"
+        raise UserError(f"the {split} split {problem}, not {quotas[worst]}: {remedy}")
 
 
 def _text(document: Document) -> str:
     return "".join(document.blocks())
 
 
-def _question(number: int, passage: str, gap: Gap) -> Question:
+def _as_question(document_index: int, passage: str, question: ClozeQuestion) -> Question:
     return Question(
-        id=f"{number}-{gap.place}-{gap.end}",
-        prompt=gap.prompt,
-        answers=(gap.answer,),
+        id=f"{document_index}-{question.gap_start}-{question.passage_end}",
+        prompt=question.prompt,
+        answers=(question.answer,),
         document=passage,
-        cue=gap.cue,
-        choices=gap.choices,
-        distance=gap.distance,
+        cue=question.cue,
+        choices=question.choices,
+        distance=question.distance,
     )

@@ -1,4 +1,4 @@
-"""How right answers are, as the sets' own evaluators compute it; every value is a percentage."""
+"""Metrics of answers in percent, as the evaluators of the benchmark sets compute them, at once or from batches."""
 
 import importlib.util
 import math
@@ -11,19 +11,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.core.spec import did_you_mean
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_INVALID = -1  # the class of what is none of the choices
+_INVALID = -1  # class of a prediction that is not one of the choices
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A ``prediction`` with all right ``answers``; ``group``: what is right only together, by itself where empty.
+class AnsweredQuestion:
+    """A question with its predicted and its right answers.
 
-    ``choices``: the classes 0, 1, … of a classification, where the first of the answers is the right one.
+    Attributes:
+        prediction: The predicted answer.
+        answers: All right answers; the first one is the right class of a classification.
+        group: Questions of one group are right only together; an empty group is the question alone.
+        choices: The classes 0, 1, … of a classification.
     """
 
     prediction: str
@@ -33,152 +39,172 @@ class Scored:
 
 
 class Undefined(UserWarning):
-    """A value that these answers leave undefined, for which 0 was taken."""
+    """A metric is undefined for these answers and was set to 0."""
 
 
-def names() -> list[str]:
-    """All metrics."""
+def metric_names() -> list[str]:
+    """Return the names of all metrics."""
     return list(_METRICS)
 
 
-def check(*metrics: str) -> None:
-    """Refuse, before any work, a metric that is unknown or whose package is not installed."""
+def check_metrics(*metrics: str) -> None:
+    """Check, before any work, that metrics can be computed.
+
+    Raises:
+        UserError: A metric is unknown, or its package is not installed.
+    """
     for metric in metrics:
         if metric not in _METRICS:
-            raise UserError(f"unknown metric '{metric}'{nearest(metric, _METRICS)}; known: {', '.join(_METRICS)}")
+            raise UserError(f"unknown metric '{metric}'{did_you_mean(metric, _METRICS)}; known: {', '.join(_METRICS)}")
         package = _PACKAGES.get(metric)
-        if package is not None and not _installed(package):
+        if package is not None and not _is_installed(package):
             raise UserError(
-                f"metric '{metric}' needs {_SOLD_AS.get(package, package)}, which is not installed: "
+                f"metric '{metric}' needs {_PYPI_NAMES.get(package, package)}, which is not installed: "
                 "pip install 'fairseq_rpe[answers]'"
             )
 
 
-def score(metric: str, items: Sequence[Scored]) -> float:
-    """The value of a metric over ``items``, from 0 to 100, or from -100 for a correlation.
+def score(metric: str, items: Sequence[AnsweredQuestion]) -> float:
+    """Compute a metric over questions: 0 to 100, correlations from -100.
 
-    The best of several right answers counts, for each item and each metric by itself.
+    If there are several right answers, the best one counts, for each question and metric separately.
 
-    - ``f1``, ``em``: of words, and exact match, after the normalisation of SQuAD 1.1; mean over items.
-    - ``rouge1``, ``rouge2``, ``rougeL``: F-measures of the package rouge-score without stemming; mean over items.
+    - ``f1``, ``em``: F1 of words and exact match, after the normalisation of SQuAD 1.1; mean over questions.
+    - ``rouge1``, ``rouge2``, ``rougeL``: F-measures of the package rouge-score without stemming; mean over questions.
       ``rgm``: the geometric mean (R1·R2·RL)^(1/3) of these three means.
-    - ``accuracy``: the prediction is one of the answers, but for white space around and between words.
-    - ``matthews``, ``binary_f1``, ``macro_f1``: of classes, which are the choices; ``binary_f1`` is of class 1, the
-      second choice, ``macro_f1`` the plain mean over all choices, 0 of one that is never right.
-      A prediction that is no choice is the wrong class in ``binary_f1``, and a class of its own in the other two.
-    - ``f1a``, ``group_em``: MultiRC's, ``binary_f1`` over all answers, and the share of groups that are right
-      throughout.
-    - ``pearson``, ``spearman``: correlations of numbers; a prediction that is no finite number is -1.
+    - ``accuracy``: the prediction is one of the answers, up to white space; mean over questions.
+    - ``matthews``, ``binary_f1``, ``macro_f1``: classification into the choices. ``binary_f1`` is the F1 of class 1,
+      the second choice. ``macro_f1`` is the unweighted mean over all choices; a choice that is never predicted right
+      counts 0. A prediction that is not a choice is the wrong class in ``binary_f1`` and an extra class in the others.
+    - ``f1a``, ``group_em``: metrics of MultiRC: ``binary_f1`` over all answers, and the share of groups whose answers
+      are all right.
+    - ``pearson``, ``spearman``: correlations of numbers; a prediction that is not a finite number counts as -1.
 
-    Correlations, ``matthews`` too, are undefined where predictions or answers are all the same: 0, with the warning
-    :class:`Undefined`. Raises UserError: as :func:`check`; nothing to score; answers that this metric cannot judge.
+    Correlations, ``matthews`` included, are undefined if all predictions or all answers are equal: they are then 0,
+    with the warning :class:`Undefined`.
+
+    Args:
+        metric: Name of the metric.
+        items: The questions with their predictions.
+
+    Raises:
+        UserError: The metric cannot be computed, there are no questions, or their answers do not suit the metric.
     """
-    check(metric)
+    check_metrics(metric)
     if not items:
         raise UserError(f"there are no answers to compute {metric} of: name another split")
     return _METRICS[metric](items)
 
 
-def check_answers(metric: str, *items: Scored) -> None:
-    """Refuse items that a metric cannot judge, whatever is predicted.
+def check_answers(metric: str, *items: AnsweredQuestion) -> None:
+    """Check that a metric can score questions, whatever is predicted.
 
-    Raises UserError: it is of classes, and they have no choices, not the same or, where two are needed, not two; it is
-    of numbers, and the first answer is no finite one.
+    Args:
+        metric: Name of the metric.
+        *items: The questions.
+
+    Raises:
+        UserError: The metric needs classes, and the questions have different choices or fewer or more than it needs;
+            or it needs numbers, and a first answer is not a finite number.
     """
-    if metric in _OF_CLASSES:
+    if metric in _CLASS_METRICS:
         _classes(items, metric)
-    elif metric in _OF_NUMBERS:
+    elif metric in _NUMBER_METRICS:
         _numbers(items, metric)
 
 
-def normalised(text: str) -> str:
-    """SQuAD's: lower case, without ASCII punctuation, the words a, an, the and extra white space."""
+def normalize_squad(text: str) -> str:
+    """Normalise as SQuAD does: lower case, without ASCII punctuation, the words a, an, the and extra white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def tidied(text: str) -> str:
-    """With single blanks for white space, and none around."""
+def normalize_whitespace(text: str) -> str:
+    """Replace white space by single blanks, and strip it at both ends."""
     return " ".join(text.split())
 
 
 def word_f1(prediction: str, answer: str) -> float:
-    """From 0 to 1: F1 of the words that both have, counted as often as both have them; 0 where they share none."""
-    given, right = normalised(prediction).split(), normalised(answer).split()
-    common = sum((Counter(given) & Counter(right)).values())
-    return 2 * common / (len(given) + len(right)) if common else 0.0
+    """Return the F1, from 0 to 1, of the multisets of words of prediction and answer."""
+    predicted, right = normalize_squad(prediction).split(), normalize_squad(answer).split()
+    common = sum((Counter(predicted) & Counter(right)).values())
+    return 2 * common / (len(predicted) + len(right)) if common else 0.0
 
 
-def _mean_of_best(items: Sequence[Scored], value: Callable[[str, str], float]) -> float:
+def _mean_of_best(items: Sequence[AnsweredQuestion], value: Callable[[str, str], float]) -> float:
     return 100 * math.fsum(max(value(i.prediction, a) for a in i.answers) for i in items) / len(items)
 
 
-def _f1(items: Sequence[Scored]) -> float:
+def _f1(items: Sequence[AnsweredQuestion]) -> float:
     return _mean_of_best(items, word_f1)
 
 
-def _em(items: Sequence[Scored]) -> float:
-    return _mean_of_best(items, lambda prediction, answer: float(normalised(prediction) == normalised(answer)))
+def _em(items: Sequence[AnsweredQuestion]) -> float:
+    return _mean_of_best(
+        items, lambda prediction, answer: float(normalize_squad(prediction) == normalize_squad(answer))
+    )
 
 
-def _accuracy(items: Sequence[Scored]) -> float:
-    return _mean_of_best(items, lambda prediction, answer: float(tidied(prediction) == tidied(answer)))
+def _accuracy(items: Sequence[AnsweredQuestion]) -> float:
+    return _mean_of_best(
+        items, lambda prediction, answer: float(normalize_whitespace(prediction) == normalize_whitespace(answer))
+    )
 
 
-@lru_cache(maxsize=1 << 16)  # one text is asked for by several metrics
+@lru_cache(maxsize=1 << 16)  # several metrics score the same texts
 def _rouge(prediction: str, answer: str) -> tuple[float, float, float]:
-    found = _scorer().score(answer, prediction)
-    return found["rouge1"].fmeasure, found["rouge2"].fmeasure, found["rougeL"].fmeasure
+    scores = _rouge_scorer().score(answer, prediction)
+    return scores["rouge1"].fmeasure, scores["rouge2"].fmeasure, scores["rougeL"].fmeasure
 
 
 @lru_cache(maxsize=1)
-def _scorer() -> Any:
+def _rouge_scorer() -> Any:
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
 
 
-def _rouge1(items: Sequence[Scored]) -> float:
+def _rouge1(items: Sequence[AnsweredQuestion]) -> float:
     return _mean_of_best(items, lambda prediction, answer: _rouge(prediction, answer)[0])
 
 
-def _rouge2(items: Sequence[Scored]) -> float:
+def _rouge2(items: Sequence[AnsweredQuestion]) -> float:
     return _mean_of_best(items, lambda prediction, answer: _rouge(prediction, answer)[1])
 
 
-def _rouge_l(items: Sequence[Scored]) -> float:
+def _rouge_l(items: Sequence[AnsweredQuestion]) -> float:
     return _mean_of_best(items, lambda prediction, answer: _rouge(prediction, answer)[2])
 
 
-def _rgm(items: Sequence[Scored]) -> float:
+def _rgm(items: Sequence[AnsweredQuestion]) -> float:
     return float((_rouge1(items) * _rouge2(items) * _rouge_l(items)) ** (1 / 3))
 
 
-def _classes(items: Sequence[Scored], metric: str) -> tuple[list[int], list[int], int]:
-    """The right classes, the predicted ones, and how many classes there are."""
-    choices = [tidied(choice) for choice in items[0].choices]
-    if any([tidied(c) for c in item.choices] != choices for item in items):
+def _classes(items: Sequence[AnsweredQuestion], metric: str) -> tuple[list[int], list[int], int]:
+    """Return the right classes, the predicted classes, and the number of classes."""
+    choices = [normalize_whitespace(choice) for choice in items[0].choices]
+    if any([normalize_whitespace(c) for c in item.choices] != choices for item in items):
         raise UserError(
-            f"{metric} is of classes, and these questions have not all the same choices: prepare them with the same, "
+            f"{metric} needs classes, and these questions have not all the same choices: prepare them with the same, "
             "or with --metric f1"
         )
     if len(choices) < 2:
         raise UserError(
-            f"{metric} is of classes, and these questions have fewer than two choices: prepare them with more, or "
+            f"{metric} needs classes, and these questions have fewer than two choices: prepare them with more, or "
             "with --metric f1"
         )
-    if metric in _OF_TWO and len(choices) != 2:
+    if metric in _BINARY_METRICS and len(choices) != 2:
         raise UserError(
-            f"{metric} is of two classes, and these questions have {len(choices)}: prepare them with --metric macro_f1"
+            f"{metric} needs two classes, and these questions have {len(choices)}: prepare them with --metric macro_f1"
         )
-    number = {choice: place for place, choice in enumerate(choices)}
-    right = [number.get(tidied(item.answers[0]), _INVALID) for item in items]
+    class_of = {choice: i for i, choice in enumerate(choices)}
+    right = [class_of.get(normalize_whitespace(item.answers[0]), _INVALID) for item in items]
     if _INVALID in right:
         wrong = items[right.index(_INVALID)].answers[0]
         raise UserError(f"{metric}: the answer '{wrong[:40]}' is none of its choices: prepare the set again")
-    return right, [number.get(tidied(item.prediction), _INVALID) for item in items], len(choices)
+    return right, [class_of.get(normalize_whitespace(item.prediction), _INVALID) for item in items], len(choices)
 
 
-def _same(values: Sequence[float]) -> bool:
+def _all_equal(values: Sequence[float]) -> bool:
     return min(values) == max(values)
 
 
@@ -187,41 +213,43 @@ def _undefined(metric: str) -> float:
     return 0.0
 
 
-def _matthews(items: Sequence[Scored]) -> float:
+def _matthews(items: Sequence[AnsweredQuestion]) -> float:
     from sklearn.metrics import matthews_corrcoef
 
-    right, given, _ = _classes(items, "matthews")
-    return _undefined("matthews") if _same(right) or _same(given) else 100 * float(matthews_corrcoef(right, given))
+    right, predicted, _ = _classes(items, "matthews")
+    if _all_equal(right) or _all_equal(predicted):
+        return _undefined("matthews")
+    return 100 * float(matthews_corrcoef(right, predicted))
 
 
-def _binary_f1(items: Sequence[Scored], metric: str = "binary_f1") -> float:
+def _binary_f1(items: Sequence[AnsweredQuestion], metric: str = "binary_f1") -> float:
     from sklearn.metrics import f1_score
 
-    right, given, _ = _classes(items, metric)
-    given = [1 - r if g == _INVALID else g for r, g in zip(right, given, strict=True)]
-    return 100 * float(f1_score(right, given, zero_division=0))
+    right, predicted, _ = _classes(items, metric)
+    predicted = [1 - r if p == _INVALID else p for r, p in zip(right, predicted, strict=True)]
+    return 100 * float(f1_score(right, predicted, zero_division=0))
 
 
-def _macro_f1(items: Sequence[Scored]) -> float:
+def _macro_f1(items: Sequence[AnsweredQuestion]) -> float:
     from sklearn.metrics import f1_score
 
-    right, given, count = _classes(items, "macro_f1")
-    return 100 * float(f1_score(right, given, labels=list(range(count)), average="macro", zero_division=0))
+    right, predicted, count = _classes(items, "macro_f1")
+    return 100 * float(f1_score(right, predicted, labels=list(range(count)), average="macro", zero_division=0))
 
 
-def _f1a(items: Sequence[Scored]) -> float:
+def _f1a(items: Sequence[AnsweredQuestion]) -> float:
     return _binary_f1(items, "f1a")
 
 
-def _group_em(items: Sequence[Scored]) -> float:
+def _group_em(items: Sequence[AnsweredQuestion]) -> float:
     groups: defaultdict[tuple[str, int], bool] = defaultdict(lambda: True)
-    for place, item in enumerate(items):
-        key = (item.group, 0) if item.group else ("", place)
-        groups[key] &= tidied(item.prediction) in map(tidied, item.answers)
+    for i, item in enumerate(items):
+        key = (item.group, 0) if item.group else ("", i)
+        groups[key] &= normalize_whitespace(item.prediction) in map(normalize_whitespace, item.answers)
     return 100 * sum(groups.values()) / len(groups)
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -229,8 +257,8 @@ def _number(text: str) -> float:
     return value if math.isfinite(value) else -1.0
 
 
-def _numbers(items: Sequence[Scored], metric: str) -> tuple[list[float], list[float]]:
-    """The right numbers and the predicted ones."""
+def _numbers(items: Sequence[AnsweredQuestion], metric: str) -> tuple[list[float], list[float]]:
+    """Return the right and the predicted numbers."""
     right = []
     for item in items:
         try:
@@ -240,24 +268,28 @@ def _numbers(items: Sequence[Scored], metric: str) -> tuple[list[float], list[fl
         if not math.isfinite(right[-1]):
             wrong = item.answers[0][:40]
             raise UserError(f"{metric}: the answer '{wrong}' is no number: prepare the questions with --metric f1")
-    return right, [_number(item.prediction) for item in items]
+    return right, [_parse_number(item.prediction) for item in items]
 
 
-def _pearson(items: Sequence[Scored]) -> float:
+def _pearson(items: Sequence[AnsweredQuestion]) -> float:
     from scipy.stats import pearsonr
 
-    right, given = _numbers(items, "pearson")
-    return _undefined("pearson") if _same(right) or _same(given) else 100 * float(pearsonr(right, given)[0])
+    right, predicted = _numbers(items, "pearson")
+    if _all_equal(right) or _all_equal(predicted):
+        return _undefined("pearson")
+    return 100 * float(pearsonr(right, predicted)[0])
 
 
-def _spearman(items: Sequence[Scored]) -> float:
+def _spearman(items: Sequence[AnsweredQuestion]) -> float:
     from scipy.stats import spearmanr
 
-    right, given = _numbers(items, "spearman")
-    return _undefined("spearman") if _same(right) or _same(given) else 100 * float(spearmanr(right, given)[0])
+    right, predicted = _numbers(items, "spearman")
+    if _all_equal(right) or _all_equal(predicted):
+        return _undefined("spearman")
+    return 100 * float(spearmanr(right, predicted)[0])
 
 
-_METRICS: dict[str, Callable[[Sequence[Scored]], float]] = {
+_METRICS: dict[str, Callable[[Sequence[AnsweredQuestion]], float]] = {
     "f1": _f1,
     "em": _em,
     "rouge1": _rouge1,
@@ -273,20 +305,67 @@ _METRICS: dict[str, Callable[[Sequence[Scored]], float]] = {
     "f1a": _f1a,
     "group_em": _group_em,
 }
-_OF_TWO = ("binary_f1", "f1a")
-_OF_CLASSES = ("matthews", "macro_f1", *_OF_TWO)
-_OF_NUMBERS = ("pearson", "spearman")
+_BINARY_METRICS = ("binary_f1", "f1a")
+_CLASS_METRICS = ("matthews", "macro_f1", *_BINARY_METRICS)
+_NUMBER_METRICS = ("pearson", "spearman")
 _PACKAGES = {
     **dict.fromkeys(("rouge1", "rouge2", "rougeL", "rgm"), "rouge_score"),
-    **dict.fromkeys(_OF_CLASSES, "sklearn"),
-    **dict.fromkeys(_OF_NUMBERS, "scipy"),
+    **dict.fromkeys(_CLASS_METRICS, "sklearn"),
+    **dict.fromkeys(_NUMBER_METRICS, "scipy"),
 }
-_SOLD_AS = {"rouge_score": "rouge-score", "sklearn": "scikit-learn"}
+_PYPI_NAMES = {"rouge_score": "rouge-score", "sklearn": "scikit-learn"}
 
 
-def _installed(package: str) -> bool:
-    """Whether Python finds it. It is not imported yet, and what it needs is not looked for."""
+def _is_installed(package: str) -> bool:
+    """Return whether Python finds a package, without importing it or checking its dependencies."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # kept from being imported
+    except ValueError:  # sys.modules has None for it
         return False
+
+
+# The means over questions from which a metric is computed.
+_MEANS: dict[str, tuple[str, ...]] = {name: (name,) for name in ("f1", "em", "accuracy", "rouge1", "rouge2", "rougeL")}
+_MEANS["rgm"] = ("rouge1", "rouge2", "rougeL")
+_GROUPED = "group_em"
+
+
+def is_streamable(metric: str) -> bool:
+    """Return whether a metric can be computed from sums over batches; correlations and class metrics cannot."""
+    return metric == _GROUPED or metric in _MEANS
+
+
+def partial_sums(metric: str, items: Sequence[AnsweredQuestion], groups: Sequence[int], count: int) -> np.ndarray:
+    """Return the sums of a batch, to be added up over batches; see :func:`metric_from_sums`.
+
+    Args:
+        metric: A streamable metric.
+        items: The questions of the batch with their predictions.
+        groups: Group number of each question, below ``count``.
+        count: Number of groups.
+
+    Returns:
+        float64 [questions, sum of each mean]; for ``group_em`` (2, count): questions and wrong answers by group.
+    """
+    if metric == _GROUPED:
+        sums_by_group = np.zeros((2, count))
+        for item, group in zip(items, groups, strict=True):
+            sums_by_group[:, group] += (1, score("accuracy", [item]) < 100)
+        return sums_by_group
+    sums = [sum(score(mean, [item]) for item in items) for mean in _MEANS[metric]]
+    return np.array([len(items), *sums], np.float64)
+
+
+def metric_from_sums(metric: str, total: np.ndarray) -> float | None:
+    """Compute a metric from the total of :func:`partial_sums` over all batches.
+
+    Returns:
+        The metric, 0 to 100, or None if there was no question.
+    """
+    if metric == _GROUPED:
+        questions, wrong = total
+        return 100 * float((wrong[questions > 0] == 0).mean()) if questions.any() else None
+    if not total[0]:
+        return None
+    means = total[1:] / total[0]
+    return float(means.prod() ** (1 / len(means)))

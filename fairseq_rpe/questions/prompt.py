@@ -1,68 +1,187 @@
-"""What a model reads of a question: prompt, document and cue, the document shortened where all does not fit."""
+"""The prompt of a question (prompt, truncated document, cue) and whether all questions fit into a length."""
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.questions.dataset import QuestionDataset, load_dataset
 
 Tokens: TypeAlias = np.ndarray
-Cut = Literal["end", "start", "middle"]  # where a document loses tokens; "end" keeps its beginning
-CUTS: tuple[Cut, ...] = get_args(Cut)
-_NONE = np.empty(0, np.int64)
+Truncate = Literal["end", "start", "middle"]  # where a document loses tokens; "end" keeps its beginning
+TRUNCATE: tuple[Truncate, ...] = get_args(Truncate)
+_NO_TOKENS = np.empty(0, np.int64)
 
 
-def check_cut(cut: str) -> None:
-    """Raises UserError: there is no such way to shorten a document."""
-    if cut not in CUTS:
-        raise UserError(f"--cut {cut} is not one of {', '.join(CUTS)}: say where a document is shortened")
+def check_truncate(truncate: str) -> None:
+    """Check the name of a way to truncate.
+
+    Raises:
+        UserError: The name is not one of :data:`TRUNCATE`.
+    """
+    if truncate not in TRUNCATE:
+        raise UserError(
+            f"--truncate {truncate} is not one of {', '.join(TRUNCATE)}: name the side at which documents are truncated"
+        )
 
 
-def room(length: int, answer_tokens: int, name: str) -> int:
-    """Tokens that may be read where ``length`` bounds what is read and written, ``answer_tokens`` of it the answer.
+def token_budget(length: int, answer_tokens: int, set_name: str) -> int:
+    """Return the tokens that a prompt may have.
 
-    The end of the answer, ``</s>``, is one of its tokens. Raises UserError: nothing is left for the set ``name``.
+    Args:
+        length: Most tokens of prompt and answer together.
+        answer_tokens: Most tokens of an answer, the end symbol ``</s>`` included.
+        set_name: Name of the set of questions, for the message.
+
+    Raises:
+        UserError: No token is left for a prompt.
     """
     if length <= answer_tokens:
         raise UserError(
-            f"{length} tokens leave no room for a question: answers of {name} take up to {answer_tokens} of them; "
+            f"{length} tokens leave no room for a question: answers of {set_name} take up to {answer_tokens} of them; "
             "give a greater length"
         )
     return length - answer_tokens
 
 
-def fitted(
-    prompt: Tokens | None, document: Tokens | None, cue: Tokens | None, room: int, cut: str = "end", name: str = ""
+def build_prompt(
+    prompt: Tokens | None,
+    document: Tokens | None,
+    cue: Tokens | None,
+    budget: int,
+    truncate: str = "end",
+    question_id: str = "",
 ) -> tuple[Tokens, int]:
-    """Prompt, document and cue, each (tokens,) or None, in at most ``room`` tokens; and how many were left out.
+    """Concatenate prompt, document and cue, and truncate the document to a token budget.
 
-    Prompt and cue stay whole. The document loses tokens at its ``end``, at its ``start``, or in its ``middle``, where
-    of an odd number the first half keeps one more. ``name``: the question's id, for the message.
+    Args:
+        prompt: (tokens,) ids, or None; never truncated.
+        document: (tokens,) ids, or None.
+        cue: (tokens,) ids, or None; never truncated.
+        budget: Most tokens of the result.
+        truncate: Where the document loses tokens: at its ``end``, its ``start``, or in its ``middle``, where the first
+            half keeps one token more if their number is odd.
+        question_id: For the message.
 
-    Raises UserError: prompt and cue alone take more than ``room``, or there is no such ``cut``.
+    Returns:
+        The (tokens,) int64 ids, and the number of tokens that were removed.
 
-    >>> fitted(np.array([1, 2]), np.array([5, 6, 7, 8, 9]), np.array([3]), 6, "middle")
+    Raises:
+        UserError: Prompt and cue alone exceed the budget, or ``truncate`` is unknown.
+
+    >>> build_prompt(np.array([1, 2]), np.array([5, 6, 7, 8, 9]), np.array([3]), 6, "middle")
     (array([1, 2, 5, 6, 9, 3]), 2)
     """
-    first, text, last = (_NONE if part is None else part for part in (prompt, document, cue))
-    left = check_room(len(first) + len(last), room, name)
-    lost = max(0, len(text) - left)
-    if lost:
-        check_cut(cut)
-        kept = {"end": left, "start": 0, "middle": (left + 1) // 2}[cut]
-        text = np.concatenate((text[:kept], text[len(text) - (left - kept) :]))
-    return np.concatenate((first, text, last)).astype(np.int64), lost
+    before, text, after = (_NO_TOKENS if tokens is None else tokens for tokens in (prompt, document, cue))
+    available = check_token_budget(len(before) + len(after), budget, question_id)
+    removed = max(0, len(text) - available)
+    if removed:
+        check_truncate(truncate)
+        head_size = {"end": available, "start": 0, "middle": (available + 1) // 2}[truncate]
+        text = np.concatenate((text[:head_size], text[len(text) - (available - head_size) :]))
+    return np.concatenate((before, text, after)).astype(np.int64), removed
 
 
-def check_room(tokens: int, room: int, name: str, of: str = "") -> int:
-    """What is left for a document beside so many ``tokens`` of prompt and cue. Raises UserError: less than nothing.
+def check_token_budget(tokens: int, budget: int, question_id: str, set_name: str = "") -> int:
+    """Return the tokens that a budget leaves for a document.
 
-    ``name``: the question's id; ``of``: its set.
+    Args:
+        tokens: Tokens of prompt and cue.
+        budget: Most tokens of prompt, document and cue.
+        question_id: For the message.
+        set_name: Name of the set of questions, for the message.
+
+    Raises:
+        UserError: Prompt and cue alone exceed the budget.
     """
-    if tokens > room:
-        which = f"question '{name}'" + (f" of {of}" if of else "")
+    if tokens > budget:
+        question = f"question '{question_id}'" + (f" of {set_name}" if set_name else "")
         raise UserError(
-            f"{which} takes {tokens} tokens without its document, where {max(0, room)} may be read: give a greater "
-            "length, or leave it out"
+            f"{question} takes {tokens} tokens without its document, where {max(0, budget)} may be read: give a "
+            "greater length, or leave it out"
         )
-    return room - tokens
+    return budget - tokens
+
+
+@dataclass
+class _LongestPrompt:
+    """The most tokens that questions of a set need, and the ids of these questions.
+
+    Attributes:
+        fixed: Tokens of prompt and cue, which are never truncated; id.
+        with_choice: Tokens of prompt, cue and longest choice; tokens of prompt and cue of that question; id.
+        without_choices: Id of the first question that has no choices.
+    """
+
+    fixed: tuple[int, str] = (0, "")
+    with_choice: tuple[int, int, str] = (0, 0, "")
+    without_choices: str | None = None
+
+
+def check_lengths(
+    folder: QuestionDataset,
+    split: str,
+    lengths: Sequence[int],
+    sets: Collection[str] | None = None,
+    compare_choices: bool = False,
+) -> None:
+    """Check, before any training or evaluation, that all questions of a split fit into each of some lengths.
+
+    Args:
+        folder: The questions.
+        split: Name of the split.
+        lengths: Each bounds the tokens of prompt and answer together.
+        sets: Names of the sets to check; None checks all that have the split.
+        compare_choices: The likelihoods of choices are compared, instead of generating an answer.
+
+    Raises:
+        UserError: A length leaves no tokens for prompts, prompt and cue of a question exceed what is left, or a
+            question has no choices to compare.
+    """
+    for name in folder.sets if sets is None else sets:
+        info = folder.sets[name]
+        if split not in info.splits:
+            continue
+        budgets = [token_budget(length, info.answer_tokens, name) for length in lengths]
+        longest = info.splits[split].longest  # with the document; 0 if it is not recorded
+        if not compare_choices and longest and all(longest <= budget for budget in budgets):
+            continue
+        longest_prompt = _longest_prompts(folder.folder, split, _file_stamps(folder.folder, split))[name]
+        if compare_choices and longest_prompt.without_choices is not None:
+            remedy = "use --answer-mode generation, in a recipe question_config.answer_mode"
+            question_id = longest_prompt.without_choices
+            raise UserError(f"question '{question_id}' of {name} has no choices to compare: {remedy}")
+        for length, budget in zip(lengths, budgets, strict=True):
+            tokens, question_id = longest_prompt.fixed
+            check_token_budget(tokens, budget, question_id, name)
+            with_choice, tokens, question_id = longest_prompt.with_choice
+            if compare_choices:
+                # The last token of a choice is predicted, not read.
+                check_token_budget(tokens, length - 1 - (with_choice - tokens), question_id, name)
+
+
+def _file_stamps(folder: Path, split: str) -> tuple[int, ...]:
+    """Return sizes and modification times of the files of a split: the key of the cache."""
+    paths = [folder / f"{split}{suffix}" for suffix in (".idx", ".rows.jsonl")]
+    stats = [path.stat() for path in paths if path.exists()]
+    return tuple(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=64)
+def _longest_prompts(folder: Path, split: str, _: tuple[int, ...]) -> dict[str, _LongestPrompt]:
+    """Return the longest prompts by set. Cached, because a sweep checks the same folder for each run."""
+    by_set: dict[str, _LongestPrompt] = {}
+    rows = load_dataset(folder).split(split)
+    for row in rows:
+        longest = by_set.setdefault(row.set, _LongestPrompt())
+        tokens = rows.lengths(row)[0]
+        choice = max((int(rows.sizes[item]) for item in row.choices), default=0)
+        longest.fixed = max(longest.fixed, (tokens, row.id), key=lambda entry: entry[0])
+        longest.with_choice = max(longest.with_choice, (tokens + choice, tokens, row.id), key=lambda entry: entry[0])
+        if not row.choices and longest.without_choices is None:
+            longest.without_choices = row.id
+    return by_set

@@ -1,1 +1,1 @@
-"""What was found by sweeps: tables, figures, TensorBoard and the page."""
+"""Reports of sweeps: tables, figures, TensorBoard files and the HTML page."""

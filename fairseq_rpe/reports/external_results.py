@@ -1,30 +1,30 @@
-"""The report of a sweep, written for perplexities that were measured elsewhere: of models that no sweep has trained."""
+"""Writes the report of a sweep for perplexities from elsewhere, of models that no sweep has trained."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from fairseq_rpe.core.arguments import check_choice, check_count, check_number, check_text, described
+from fairseq_rpe.core.arguments import check_choice, check_count, check_number, check_text, describe_value
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.evaluation.records import TextResult
 from fairseq_rpe.figures import WIDTHS, style
 from fairseq_rpe.reports import extrapolation_definition, page
 from fairseq_rpe.reports.chapters import perplexities
-from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, Prediction
+from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, PredictedVerdict
 from fairseq_rpe.reports.page import Section
-from fairseq_rpe.reports.report_files import Places
-from fairseq_rpe.reports.sweep_results import Finding, Perplexities
-from fairseq_rpe.sweeps.sweep_record import Method, State, SweepFolder, SweepSettings
+from fairseq_rpe.reports.report_files import ReportFiles
+from fairseq_rpe.reports.sweep_results import Perplexities, SweepResult
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord, SweepSettings
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import atomic_write, check_folder
-from fairseq_rpe.utils.table import latex_text
+from fairseq_rpe.utils.files import atomic_write, check_output_folder
+from fairseq_rpe.utils.table import join_latex
 
 
 def write_report(
     rows: Mapping[str, Sequence[TextResult]],
     folder: Path | str,
-    trained_at: int,
+    train_length: int,
     *,
     encodings: Mapping[str, Sequence[Encoding]] | None = None,
     delta: float = DELTA,
@@ -32,114 +32,121 @@ def write_report(
     width: str | None = None,
     latex: bool = False,
 ) -> Section:
-    """Write table, figure and page on several models that were scored on one text; what they say is on ``text``.
+    """Write table, figure and page on several models that were evaluated on one text.
 
-    The files are a sweep's: results.csv, results.md, ppl.png and .pdf, extrapolation.csv, report.html.
+    The files are those of a sweep: results.csv, results.md, ppl.png and .pdf, extrapolation.csv, report.html.
 
     Args:
-        rows: the results of each model by its name, in the order to be shown.
-        folder: where they are written; made if it is not there.
-        trained_at: tokens of the models' training, by which ratios and Definition 0.1 go.
-        encodings: of models, as they were trained; the verdict on Σ exp(bias) then stands beside what was measured.
+        rows: results of each model by its name, in the order of the report.
+        folder: output folder; created if it does not exist.
+        train_length: training length of the models in tokens, for ratios and Definition 0.1.
+        encodings: trained encodings of models, for the verdict on Σ exp(bias).
         delta: δ of Definition 0.1, relative.
-        title: of the page.
-        width: ``column`` or ``page`` of a paper, for ppl.png and .pdf; by default as the panels need it.
-        latex: whether the tables are written as LaTeX, results.tex, as well.
+        title: title of the page.
+        width: ``column`` or ``page`` of a paper, for ppl.png and .pdf; None: as the panels need it.
+        latex: whether to write the tables as LaTeX, results.tex, too.
+
+    Returns:
+        The section of the HTML page; its ``text`` is a summary.
 
     Raises:
-        UserError: there are no results; a result holds a value that no measurement can have, such as a perplexity of
-            below 1, NaN or infinity; an argument is of another type, ``trained_at`` is below 1, ``delta`` not above 0,
+        UserError: there are no results; a result has a value that no measurement can have, such as a perplexity below
+            1, NaN or infinity; an argument has another type, ``train_length`` is below 1, ``delta`` not above 0,
             ``width`` unknown, or ``encodings`` has a name without results; two results are of different texts, or of
             one model and length; or ``folder`` belongs to a sweep.
     """
     folder = Path(folder)
-    check_count("trained_at", trained_at)
+    check_count("train_length", train_length)
     check_number("delta", delta, above=0)
     check_text("title", title, "Two models")
     check_choice("width", width, tuple(WIDTHS), optional=True)
-    rows = _checked_rows(rows)
+    rows = _check_rows(rows)
     for name in encodings or ():
         if name not in rows:
-            raise UserError(f"encodings has '{name}', of which rows has no results: give them, or drop it")
-    found = Perplexities(_findings(rows, trained_at), trained_at)
-    at = _places(folder)
-    state = _state(rows, trained_at, title)
-    said = {
-        name: extrapolation_definition.of_encodings(list(own))
-        if state.method(name).leaves_positions
-        else Prediction(NONE, why="positions are moved")
-        for name, own in (encodings or {}).items()
+            raise UserError(f"encodings has '{name}', for which rows has no results: add them, or drop it")
+    results = Perplexities(_sweep_results(rows, train_length), train_length)
+    files = _report_files(folder)
+    record = _sweep_record(rows, train_length, title)
+    predictions = {
+        name: extrapolation_definition.predict_from_encodings(list(layers))
+        if record.method(name).leaves_positions
+        else PredictedVerdict(NONE, reason="positions are transformed")
+        for name, layers in (encodings or {}).items()
     }
-    judged = extrapolation_definition.judge(found, said)
-    build = partial(perplexities.findings, state, [], found, extrapolation_definition.blocks(judged, trained_at, delta))
-    made = build()
-    parts = [*made.parts, page.measurements(len(found.rows), made.every, at.results.name)]
+    verdicts = extrapolation_definition.observe_verdicts(results, predictions)
+    theory = extrapolation_definition.definition_blocks(verdicts, train_length, delta)
+    build = partial(perplexities.build_content, record, [], results, theory)
+    content = build()
+    measurements = page.measurements_part(len(results.results), content.build_measurements, files.results.name)
     section = Section(
         name=folder.resolve().name,
         title=title,
-        lead=made.lead,
-        facts=[("split", str(state.settings.subset)), ("training length", f"{trained_at:,} tokens")],
-        parts=[part for part in parts if part.blocks],
-        text=f"{made.markdown}\nresults: {at.results}\nfigure:  {at.figures[0]}\npage:    {at.page}",
+        lead=content.lead,
+        facts=[("split", str(record.settings.split)), ("training length", f"{train_length:,} tokens")],
+        parts=[chapter for chapter in (*content.parts, measurements) if chapter.blocks],
+        text=f"{content.markdown}\nresults: {files.results}\nfigure:  {files.figures[0]}\npage:    {files.page}",
     )
-    with style.drawn_at(width):
-        style.save((build() if width else made).figure, *at.figures)
+    with style.figures_at_width(width):
+        style.save((build() if width else content).figure, *files.figures)
     if latex:
-        atomic_write(at.latex, latex_text(page.tables(made.parts)))
-    page.write([section], at.page)
-    atomic_write(at.others[0], extrapolation_definition.csv(judged, delta))
-    atomic_write(at.table, made.markdown)
-    atomic_write(at.results, found.csv())
+        atomic_write(files.latex, join_latex(page.collect_tables(content.parts)))
+    page.write_page([section], files.page)
+    atomic_write(files.extra_tables[0], extrapolation_definition.verdict_csv(verdicts, delta))
+    atomic_write(files.table, content.markdown)
+    atomic_write(files.results, results.csv())
     return section
 
 
-def _checked_rows(rows: Mapping[str, Sequence[TextResult]]) -> dict[str, list[TextResult]]:
+def _check_rows(rows: Mapping[str, Sequence[TextResult]]) -> dict[str, list[TextResult]]:
     if not isinstance(rows, Mapping):
-        raise UserError(f"rows must be a dict with the results of each model by its name, not {described(rows)}")
+        raise UserError(f"rows must be a dict with the results of each model by its name, not {describe_value(rows)}")
     checked = {}
-    for name, own in rows.items():
+    for name, results in rows.items():
         check_text("a key of rows", name, "alibi")
-        if not isinstance(own, Sequence):
-            raise UserError(f"the results of '{name}' must be a list of TextResult, not {described(own)}")
-        checked[name] = [_checked(name, one) for one in own]
+        if not isinstance(results, Sequence):
+            raise UserError(f"the results of '{name}' must be a list of TextResult, not {describe_value(results)}")
+        checked[name] = [_check_result(name, result) for result in results]
     return checked
 
 
-def _checked(name: str, result: TextResult) -> TextResult:
-    """The result, if a measurement can have its values: the rules of the lines of ``eval.jsonl`` apply."""
+def _check_result(name: str, result: TextResult) -> TextResult:
+    """Check the values of a result by the rules for the lines of ``eval.jsonl``."""
     if not isinstance(result, TextResult):
-        raise UserError(f"the results of '{name}' hold a {type(result).__name__}: give objects of TextResult")
+        raise UserError(f"the results of '{name}' have a {type(result).__name__}: use objects of TextResult")
     what = f"the result at {result.length} tokens"
-    return records.read(TextResult, result.record(), f"'{name}'", what, strict=False, remedy="measure it again")
+    return records.read_record(TextResult, result.to_json(), f"'{name}'", what, strict=False, remedy="measure it again")
 
 
-def _findings(rows: Mapping[str, Sequence[TextResult]], trained_at: int) -> list[Finding[TextResult]]:
-    texts = {(one.data, one.subset, one.tokens) for own in rows.values() for one in own}
+def _sweep_results(rows: Mapping[str, Sequence[TextResult]], train_length: int) -> list[SweepResult[TextResult]]:
+    texts = {(result.data, result.split, result.tokens) for results in rows.values() for result in results}
     if len(texts) != 1:
-        what = "results are of different texts or splits" if texts else "there are no results"
-        raise UserError(f"{what}, so there is nothing to compare: evaluate each model on the same text first")
-    found = []
-    for name, own in rows.items():
-        by_length = {one.length: one for one in own}
-        if len(by_length) < len(own):
-            raise UserError(f"'{name}' has two results of one length: give each model a name of its own")
-        base = by_length.get(trained_at)
-        found += [Finding(name, 1, one, one.ppl / base.ppl if base else None) for _, one in sorted(by_length.items())]
-    return found
+        reason = "results are of different texts or splits" if texts else "there are no results"
+        raise UserError(f"{reason}, so there is nothing to compare: evaluate each model on the same text first")
+    sweep_results = []
+    for name, results in rows.items():
+        by_length = {result.length: result for result in results}
+        if len(by_length) < len(results):
+            raise UserError(f"'{name}' has two results of one length: give each model its own name")
+        base = by_length.get(train_length)
+        sweep_results += [
+            SweepResult(name, 1, result, result.ppl / base.ppl if base else None)
+            for _, result in sorted(by_length.items())
+        ]
+    return sweep_results
 
 
-def _state(rows: Mapping[str, Sequence[TextResult]], trained_at: int, title: str) -> State:
-    """What a sweep would have on record of these models."""
-    firsts = {name: own[0] for name, own in rows.items() if own}
-    methods = {name: Method(name, one.encoding or name, positions_eval=one.positions) for name, one in firsts.items()}
-    settings = SweepSettings(tokens=trained_at, subset=next(iter(firsts.values())).subset)
-    return State(settings, tuple(firsts), (1,), methods=methods, title=title)
+def _sweep_record(rows: Mapping[str, Sequence[TextResult]], train_length: int, title: str) -> SweepRecord:
+    """Build the record that a sweep of these models would have."""
+    firsts = {name: results[0] for name, results in rows.items() if results}
+    methods = {name: Method(name, r.encoding or name, positions_eval=r.positions) for name, r in firsts.items()}
+    settings = SweepSettings(tokens=train_length, split=next(iter(firsts.values())).split)
+    return SweepRecord(settings, tuple(firsts), (1,), methods=methods, title=title)
 
 
-def _places(folder: Path) -> Places:
+def _report_files(folder: Path) -> ReportFiles:
     sweep = SweepFolder(folder)
-    if sweep.state_path.exists():
-        raise UserError(f"{folder} is the folder of a sweep, whose report this would replace: name another one")
-    check_folder(folder)
+    if sweep.record_path.exists():
+        raise UserError(f"{folder} is the folder of a sweep, whose report this would replace: use another folder")
+    check_output_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return Places(sweep, State(SweepSettings(), (), ()))
+    return ReportFiles(sweep, SweepRecord(SweepSettings(), (), ()))

@@ -1,199 +1,241 @@
-"""Definition 0.1 in a sweep: what the theory predicts of each method, beside what was observed."""
+"""Definition 0.1 in a sweep: the extrapolation that theory predicts for each method, and the observed one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict
-from fairseq_rpe.analysis.extrapolation import EARLY, GAIN, Deviation, agreeing, context_gain, deviation, mean_deviation
+from fairseq_rpe.analysis.extrapolation import (
+    LAST_EARLY_POSITION,
+    MIN_CONTEXT_GAIN,
+    Deviation,
+    context_gain,
+    deviation,
+    mean_deviation,
+    separating_deltas,
+)
 from fairseq_rpe.encodings import Encoding, names
-from fairseq_rpe.evaluation.position_limits import longest_row
+from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.records import TextResult
 from fairseq_rpe.reports.page import Block, Text
-from fairseq_rpe.reports.sweep_results import Perplexities, asked
+from fairseq_rpe.reports.sweep_results import Perplexities, planned_runs
 from fairseq_rpe.runs import checkpoints
-from fairseq_rpe.sweeps.sweep_record import Method, State, SweepFolder
-from fairseq_rpe.utils.table import Cell, Row, Table, csv_text, spread, words
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
+from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, csv_text, text_cell
 
 NONE = "none"
 DELTA = 0.05
-NO_VERDICT = "No verdict, because the model does not use its context yet"
+NO_CONTEXT_VERDICT = "No verdict, because the model does not use its context yet"
 _PAPER = "Exploring Transformer Extrapolation (arXiv 2307.10156)"
 _URL = "https://arxiv.org/abs/2307.10156"
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The verdict on Σ exp(bias) with a method's trained parameters, over all heads of all layers and seeds.
+class PredictedVerdict:
+    """Verdict on Σ exp(bias) with a method's trained parameters, over all heads of all layers and seeds.
 
-    ``verdict``: converges if every head does, diverges if one does, undecided otherwise; ``NONE`` where the theory says
-    nothing, for the reason in ``why``.
+    Attributes:
+        verdict: converges if every head does, diverges if one does, otherwise undecided; ``NONE`` without a prediction.
+        converging: number of heads that converge.
+        heads: number of heads.
+        reason: why there is no prediction.
     """
 
     verdict: str
     converging: int = 0
     heads: int = 0
-    why: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
-        if self.why:
-            return self.why
+        if self.reason:
+            return self.reason
         if 0 < self.converging < self.heads:
             return f"{self.verdict} ({self.heads - self.converging} of {self.heads} heads)"
         return self.verdict
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A method, what was predicted of it, and how its perplexity changed, the mean over its seeds.
+class ObservedVerdict:
+    """Predicted verdict and observed change of the perplexity of one method.
 
-    ``seeds``: the same of each seed. ``why``: why it does not use its context yet, if so.
+    Attributes:
+        name: name of the method.
+        prediction: predicted verdict.
+        deviation: relative deviation of the perplexity, mean over seeds.
+        seeds: deviation of each seed.
+        no_verdict_reason: why the model does not use its context yet, or empty.
     """
 
     name: str
-    prediction: Prediction
-    found: Deviation
+    prediction: PredictedVerdict
+    deviation: Deviation
     seeds: Sequence[Deviation] = ()
-    why: str = ""
+    no_verdict_reason: str = ""
 
-    def answers(self, limit: float) -> list[str]:
-        """Whether it extrapolates: as the definition says, and one-sided."""
-        if self.why:
+    def answers(self, delta: float) -> list[str]:
+        """Return whether the method extrapolates: by the definition, and one-sided."""
+        if self.no_verdict_reason:
             return ["no verdict"] * 2
-        return ["yes" if self.found.extrapolates(limit, side) else "no" for side in (False, True)]
+        return ["yes" if self.deviation.extrapolates(delta, side) else "no" for side in (False, True)]
 
 
-def predict(folder: SweepFolder, state: State) -> dict[str, Prediction]:
-    """The prediction for each method of a sweep whose runs are finished, from the parameters that it learned."""
+def predict_verdicts(folder: SweepFolder, record: SweepRecord) -> dict[str, PredictedVerdict]:
+    """Predict the verdict of each method with a finished run from its trained parameters."""
     paths: dict[str, list[Path]] = {}
-    for _, method, _, run in asked(folder, state):
+    for _, method, _, run in planned_runs(folder, record):
         if run.checkpoints.last.is_file():
             paths.setdefault(method.name, []).append(run.checkpoints.last)
-    return {name: _predicted(state, state.method(name), own) for name, own in paths.items()}
+    return {name: _predict_method(record, record.method(name), files) for name, files in paths.items()}
 
 
-def _predicted(state: State, method: Method, paths: Sequence[Path]) -> Prediction:
+def _predict_method(record: SweepRecord, method: Method, paths: Sequence[Path]) -> PredictedVerdict:
     if not method.leaves_positions:
-        end = longest_row(method.positions_eval, state.settings.tokens or 0)
-        ends = f", and end at {end}" if end and end < max(state.lengths, default=0) else ""
-        return Prediction(NONE, why=f"positions are moved{ends}")
+        end = max_length(method.positions_eval, record.settings.tokens or 0)
+        ends = f", and end at {end}" if end and end < max(record.lengths, default=0) else ""
+        return PredictedVerdict(NONE, reason=f"positions are transformed{ends}")
     if method.rpe_eval:
-        return Prediction(NONE, why="evaluated with another encoding")
+        return PredictedVerdict(NONE, reason="evaluated with another encoding")
     if method.rpe.partition(":")[0] not in names():
-        return Prediction(NONE, why="not loaded: give --rpe-module")
-    return of_encodings([encoding for path in paths for encoding in checkpoints.load(path).learned()])
+        return PredictedVerdict(NONE, reason="not loaded: use --rpe-module")
+    return predict_from_encodings([encoding for path in paths for encoding in checkpoints.load(path).load_encodings()])
 
 
-def of_encodings(encodings: Sequence[Encoding]) -> Prediction:
-    """The prediction of all layers of a model, or of its seeds, with these encodings as they were trained."""
+def predict_from_encodings(encodings: Sequence[Encoding]) -> PredictedVerdict:
+    """Predict the verdict of trained encodings, those of all layers and seeds of a method."""
     decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
-    of_all = next((v for v in (DIVERGES, UNDECIDED, DEPENDS) if v in decisions), CONVERGES)
-    return Prediction(of_all, decisions.count(CONVERGES), len(decisions))
+    overall = next((v for v in (DIVERGES, UNDECIDED, DEPENDS) if v in decisions), CONVERGES)
+    return PredictedVerdict(overall, decisions.count(CONVERGES), len(decisions))
 
 
-def judge(found: Perplexities, predictions: Mapping[str, Prediction]) -> list[Judged]:
-    """The methods of a sweep that were evaluated at the training length and beyond it."""
-    judged = []
-    for name in found.encodings:
-        start = found.longer.get(name, found.trained_at)
-        own = [deviation(one, start) for one in found.seeds(name)]
-        if name in predictions and own:
-            why = "; ".join(dict.fromkeys(contextless(found, name)))
-            judged.append(Judged(name, predictions[name], mean_deviation(own), own, why))
-    return judged
+def observe_verdicts(perplexities: Perplexities, predictions: Mapping[str, PredictedVerdict]) -> list[ObservedVerdict]:
+    """Compare prediction and observation for the methods that were evaluated at the training length and beyond.
+
+    Args:
+        perplexities: perplexities of the sweep.
+        predictions: predicted verdict by method.
+    """
+    verdicts = []
+    for name in perplexities.encodings:
+        start = perplexities.continued_lengths.get(name, perplexities.train_length)
+        deviations = [deviation(curve, start) for curve in perplexities.seed_curves(name)]
+        if name in predictions and deviations:
+            reason = "; ".join(dict.fromkeys(unused_context_reasons(perplexities, name)))
+            verdicts.append(ObservedVerdict(name, predictions[name], mean_deviation(deviations), deviations, reason))
+    return verdicts
 
 
-def contextless(found: Perplexities, name: str) -> list[str]:
-    """Why the model of a seed cannot be said to use its context yet, by its result at the training length."""
-    start = found.longer.get(name, found.trained_at)
-    own = (row.result for row in found.rows_of(name) if row.result.length == start)
-    return [why for one in own if (why := _contextless(one))]
+def unused_context_reasons(perplexities: Perplexities, name: str) -> list[str]:
+    """Return why seeds of a method do not use their context yet, judged at the training length; empty if they do."""
+    start = perplexities.continued_lengths.get(name, perplexities.train_length)
+    results = (row.result for row in perplexities.results_for(name) if row.result.length == start)
+    return [reason for result in results if (reason := _unused_context_reason(result))]
 
 
-def _contextless(one: TextResult) -> str:
-    if one.unigram_ppl is not None and one.ppl >= one.unigram_ppl:
-        return f"perplexity {one.ppl:.1f}, where symbol frequencies alone have {one.unigram_ppl:.1f}"
-    seen = one.positions_loss
-    gain = context_gain(seen.upto, seen.loss_base2, seen.tokens) if seen else None
-    if gain is not None and gain < GAIN:
-        return f"at the end of a block its loss is {100 * gain:.1f} % below that of the first {EARLY + 1} tokens"
+def _unused_context_reason(result: TextResult) -> str:
+    if result.unigram_ppl is not None and result.ppl >= result.unigram_ppl:
+        return f"its perplexity is {result.ppl:.1f}, and that of symbol frequencies {result.unigram_ppl:.1f}"
+    buckets = result.positions_loss
+    gain = context_gain(buckets.upto, buckets.loss_base2, buckets.tokens) if buckets else None
+    if gain is not None and gain < MIN_CONTEXT_GAIN:
+        return (
+            f"at the end of a block its loss is {100 * gain:.1f} % below that of the first "
+            f"{LAST_EARLY_POSITION + 1} tokens"
+        )
     return ""
 
 
-def blocks(judged: Sequence[Judged], trained_at: int, limit: float) -> list[Block]:
-    """Deviations of each method, then predicted against observed, two by two; nothing of no method."""
-    if not judged:
+def definition_blocks(verdicts: Sequence[ObservedVerdict], train_length: int, delta: float) -> list[Block]:
+    """Build the tables of deviations and of predicted against observed verdicts.
+
+    Args:
+        verdicts: verdicts by method; no blocks if empty.
+        train_length: training length in tokens.
+        delta: δ of the definition.
+    """
+    if not verdicts:
         return []
     text = (
-        f"Definition 0.1: a model extrapolates if |ppl_n − ppl_{trained_at}| / ppl_{trained_at} < δ = {limit:g} at "
-        f"every length n > {trained_at}; one-sided, improvements are free. Its theorems: it does if Σ exp(bias) "
-        "converges."
+        f"Definition 0.1: a model extrapolates if |ppl_n − ppl_{train_length}| / ppl_{train_length} < δ = {delta:g} at "
+        f"every length n > {train_length}; one-sided, a lower perplexity is no deviation. Theorem: a model "
+        "extrapolates if Σ exp(bias) converges."
     )
-    found: list[Block] = [Text(text, _PAPER, _URL), deviations(judged, limit)]
-    if unused := [f"{one.name} ({one.why})" for one in judged if one.why]:
-        found.append(Text(f"{NO_VERDICT}: {', '.join(unused)}."))
-    judged = [one for one in judged if not one.why]
-    if not judged:
-        return found
-    both, one_sided = (observed(judged, limit, side) for side in (False, True))
-    found += [both, Text(where(judged, False))]
+    blocks: list[Block] = [Text(text, _PAPER, _URL), deviation_table(verdicts, delta)]
+    if unused := [
+        f"{observed.name} ({observed.no_verdict_reason})" for observed in verdicts if observed.no_verdict_reason
+    ]:
+        blocks.append(Text(f"{NO_CONTEXT_VERDICT}: {', '.join(unused)}."))
+    verdicts = [observed for observed in verdicts if not observed.no_verdict_reason]
+    if not verdicts:
+        return blocks
+    both, one_sided = (agreement_table(verdicts, delta, side) for side in (False, True))
+    blocks += [both, Text(describe_agreement(verdicts, False))]
     if one_sided.rows == both.rows:
-        return [*found, Text(f"One-sided, the table is the same. {where(judged, True)}")]
-    return [*found, one_sided, Text(where(judged, True))]
+        return [*blocks, Text(f"The one-sided table is the same. {describe_agreement(verdicts, True)}")]
+    return [*blocks, one_sided, Text(describe_agreement(verdicts, True))]
 
 
-def deviations(judged: Sequence[Judged], limit: float) -> Table:
-    """Each method's prediction, its deviations and whether it extrapolates."""
+def deviation_table(verdicts: Sequence[ObservedVerdict], delta: float) -> Table:
+    """Return a table of each method's prediction, deviations and verdicts."""
     head = ["encoding", "Σ exp(bias) as trained", "largest", "worst rise", "at the end", "extrapolates", "one-sided"]
     rows = []
-    for one in judged:
+    for observed in verdicts:
         numbers = [
-            spread(getattr(one.found, part), form, [getattr(seed, part) for seed in one.seeds])
-            for part, form in (("largest", ".3f"), ("worst", ".3f"), ("end", "+.3f"))
+            cell_with_range(
+                getattr(observed.deviation, attribute), form, [getattr(seed, attribute) for seed in observed.seeds]
+            )
+            for attribute, form in (("largest", ".3f"), ("worst", ".3f"), ("end", "+.3f"))
         ]
-        rows.append(Row(one.name, [words(one.prediction), *numbers, *map(Cell, one.answers(limit))]))
-    caption = "Relative deviation from the perplexity at the training length, and what the series says."
-    if any(len(one.seeds) > 1 for one in judged):
-        caption += " Means over seeds; in brackets, from the least seed to the largest."
+        rows.append(
+            TableRow(observed.name, [text_cell(observed.prediction), *numbers, *map(Cell, observed.answers(delta))])
+        )
+    caption = "Relative deviation from the perplexity at the training length, and verdict on the series."
+    if any(len(observed.seeds) > 1 for observed in verdicts):
+        caption += " Means over seeds; in brackets, the range over seeds."
     return Table(caption, head, rows)
 
 
-def observed(judged: Sequence[Judged], limit: float, one_sided: bool) -> Table:
-    """By prediction, the methods that extrapolate and those that do not; predictions of no method are left out."""
+def agreement_table(verdicts: Sequence[ObservedVerdict], delta: float, one_sided: bool) -> Table:
+    """Return a table of the methods that extrapolate and that do not, by prediction; empty rows are left out."""
     rows = []
-    for said in (CONVERGES, DIVERGES, UNDECIDED, DEPENDS, NONE):
-        own = [one for one in judged if one.prediction.verdict == said]
-        if own or said in (CONVERGES, DIVERGES):
-            sides = [[o.name for o in own if o.found.extrapolates(limit, one_sided) is side] for side in (True, False)]
+    for prediction in (CONVERGES, DIVERGES, UNDECIDED, DEPENDS, NONE):
+        group = [observed for observed in verdicts if observed.prediction.verdict == prediction]
+        if group or prediction in (CONVERGES, DIVERGES):
+            sides = [
+                [o.name for o in group if o.deviation.extrapolates(delta, one_sided) is side] for side in (True, False)
+            ]
             cells = [Cell(f"{len(side)}: {', '.join(side)}" if side else "0") for side in sides]
-            rows.append(Row("no prediction" if said == NONE else said, cells))
-    caption = f"Predicted (rows) and observed (columns) at δ = {limit:g}{', one-sided' if one_sided else ''}."
-    return Table(caption, ["Σ exp(bias)", "extrapolates", "does not"], rows, words=True)
+            rows.append(TableRow("no prediction" if prediction == NONE else prediction, cells))
+    caption = f"Predicted (rows) and observed (columns) at δ = {delta:g}{', one-sided' if one_sided else ''}."
+    return Table(caption, ["Σ exp(bias)", "extrapolates", "does not"], rows, is_text=True)
 
 
-def where(judged: Sequence[Judged], one_sided: bool) -> str:
-    """The δ at which prediction and observation agree for every method."""
+def describe_agreement(verdicts: Sequence[ObservedVerdict], one_sided: bool) -> str:
+    """Return in words the δ at which prediction and observation agree for every method."""
     sides = {
-        said: [one.found.worst if one_sided else one.found.largest for one in judged if one.prediction.verdict == said]
-        for said in (CONVERGES, DIVERGES)
+        prediction: [
+            observed.deviation.worst if one_sided else observed.deviation.largest
+            for observed in verdicts
+            if observed.prediction.verdict == prediction
+        ]
+        for prediction in (CONVERGES, DIVERGES)
     }
     if not all(sides.values()):
-        return "Only one kind of series is here, so nothing can disagree for every δ."
-    found = agreeing(sides[CONVERGES], sides[DIVERGES])
-    if found is None:
+        return "There is only one kind of series, so prediction and observation can agree for some δ."
+    interval = separating_deltas(sides[CONVERGES], sides[DIVERGES])
+    if interval is None:
         return "There is no δ at which prediction and observation agree for every method."
-    # with three decimals, as in the table, or with as many as tell them apart
-    pairs = ([f"{end:.{digits}f}" for end in found] for digits in range(3, 10))
-    low, high = next((pair for pair in pairs if pair[0] != pair[1]), map(repr, found))
+    # with three decimals, as in the table, or with as many as the two ends need to differ
+    pairs = ([f"{end:.{digits}f}" for end in interval] for digits in range(3, 10))
+    low, high = next((pair for pair in pairs if pair[0] != pair[1]), map(repr, interval))
     return f"Prediction and observation agree for every method if {low} < δ ≤ {high}."
 
 
-def csv(judged: Sequence[Judged], limit: float) -> str:
-    """One line per method; deviations are relative and the end is signed."""
+def verdict_csv(verdicts: Sequence[ObservedVerdict], delta: float) -> str:
+    """Return a CSV row for each method; deviations are relative, and that at the longest length is signed."""
     head = ("encoding", "prediction", "heads_converging", "heads", "largest_deviation", "worst_rise", "end_deviation")
     lines = []
-    for one in judged:
-        said, found = one.prediction, one.found
-        numbers = (said.converging, said.heads, found.largest, found.worst, found.end, limit)
-        lines.append([one.name, said.verdict, *numbers, *one.answers(limit)])
+    for observed in verdicts:
+        prediction, deviation = observed.prediction, observed.deviation
+        numbers = (prediction.converging, prediction.heads, deviation.largest, deviation.worst, deviation.end, delta)
+        lines.append([observed.name, prediction.verdict, *numbers, *observed.answers(delta)])
     return csv_text([*head, "delta", "extrapolates", "extrapolates_one_sided"], lines)

@@ -1,4 +1,4 @@
-"""Every figure on encodings that there is, from specs or from the checkpoints of a sweep."""
+"""Gallery of all figures on encodings, from specs or from the checkpoints of a sweep."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,31 +9,34 @@ import torch
 from matplotlib.figure import Figure
 
 from fairseq_rpe import encodings
-from fairseq_rpe.analysis import bias_history, verdict_tables
-from fairseq_rpe.analysis.bias_map import bias_map
+from fairseq_rpe.analysis import bias_snapshots, verdict_tables
+from fairseq_rpe.analysis.bias_snapshots import bias_map
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import check_output
 from fairseq_rpe.encodings import Encoding, PairwiseBias
 from fairseq_rpe.evaluation import empirical_receptive_field
-from fairseq_rpe.evaluation.loading import find_subjects
+from fairseq_rpe.evaluation.loading import label_checkpoints
 from fairseq_rpe.figures import biases, receptive_fields, sweep_curves
 from fairseq_rpe.figures.style import save
 from fairseq_rpe.reports import sweep_results
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import RunFolder
-from fairseq_rpe.sweeps.sweep_record import State, SweepFolder, slug
+from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord, slug
 
-_WINDOW = "window:window=64"  # the one encoding that has to be given a number
-_FEW = 4  # layers of a checkpoint that are drawn unless some are named
-MOST_QUERIES, LAST_QUERY = 16, 1 << 18  # of a checkpoint: how many, and the last position
+_WINDOW = "window:window=64"  # the only encoding with a required option
+_DEFAULT_LAYERS = 4  # layers of a checkpoint that are drawn by default
+MOST_QUERIES, LAST_QUERY = 16, 1 << 18  # upper limits of the queries that are drawn for a checkpoint
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """What is drawn. ``encodings``: label -> one for the model, or one per layer.
+    """Encodings to draw.
 
-    ``length``: tokens or distances shown; ``seed``: of initial values, or of the runs; ``index``: of the one head shown
-    where one is shown, from 0.
+    Attributes:
+        encodings: by label, one encoding for the model, or one for each layer.
+        length: number of tokens or distances.
+        seed: seed of initial values, or of the runs.
+        index: index of the head in figures of one head, from 0.
     """
 
     encodings: Mapping[str, Sequence[Encoding]]
@@ -42,132 +45,173 @@ class Gallery:
     index: int
 
     @property
-    def biased(self) -> dict[str, Encoding]:
-        """The encodings with an additive bias, each layer's where they are not shared."""
+    def biased_encodings(self) -> dict[str, Encoding]:
+        """Encodings with an additive bias; those of each layer if layers do not share one."""
         return {
             f"{name} (layer {index})" if len(layers) > 1 else name: encoding
             for name, layers in self.encodings.items()
             for index, encoding in enumerate(layers)
-            if encoding.adds_bias and _reaches(encoding, self.length)
+            if encoding.adds_bias and _has_bias_at(encoding, self.length)
         }
 
 
 @dataclass(frozen=True)
 class TrainedGallery(Gallery):
-    """What the runs of a sweep learned; ``data``: the text to measure them on, if they are to be."""
+    """Trained encodings of a sweep.
+
+    Attributes:
+        folder: folder of the sweep.
+        state: record of the sweep.
+        data: binarised text for measurements; None: nothing is measured.
+        rpe_module: Python file that registers further encodings.
+    """
 
     folder: SweepFolder
-    state: State
+    state: SweepRecord
     data: Path | None = None
     rpe_module: Path | None = None
 
     def run(self, name: str) -> RunFolder:
-        return self.folder.run_of(self.state.method(name), self.seed)
+        """Return the run folder of a method."""
+        return self.folder.run_folder(self.state.method(name), self.seed)
 
-    def field_request(self) -> empirical_receptive_field.FieldRequest:
-        """What the empirical receptive field is measured on; ``data`` must be given."""
+    def receptive_field_request(self) -> empirical_receptive_field.ReceptiveFieldRequest:
+        """Return the request for the empirical receptive field; needs ``data``."""
         assert self.data is not None
-        return empirical_receptive_field.FieldRequest(data=self.data, length=self.length, rpe_module=self.rpe_module)
+        return empirical_receptive_field.ReceptiveFieldRequest(
+            data=self.data, length=self.length, rpe_module=self.rpe_module
+        )
 
 
-def of_specs(specs: Sequence[str], heads: int, length: int, seed: int, head: int | None) -> Gallery:
-    """Encodings with their initial values; without ``specs`` all that have a bias; ``head`` from 1, or a middle one.
+def gallery_from_specs(specs: Sequence[str], heads: int, length: int, seed: int, head: int | None) -> Gallery:
+    """Build a gallery of encodings with their initial values.
 
-    Raises UserError: one is misspelt, named twice, or has no bias, or there are not as many heads.
+    Args:
+        specs: specs of the encodings; empty: all that have a bias.
+        heads: number of heads.
+        length: number of tokens or distances.
+        seed: seed of the initial values.
+        head: number of the head in figures of one head, from 1; None: the middle one.
+
+    Raises:
+        UserError: an encoding is misspelt, named twice, or has no bias, or there are fewer heads.
     """
-    found = {}
+    by_label = {}
     for spec in specs or [_WINDOW if name == "window" else name for name in encodings.names()]:
         torch.manual_seed(seed)
-        if spec in found:
+        if spec in by_label:
             raise UserError(f"'{spec}' is named twice: leave one out")
         encoding = encodings.build(spec, heads, 64 * heads, length)
         if encoding.adds_bias:
-            found[spec] = [encoding]
+            by_label[spec] = [encoding]
         elif specs:
             raise UserError(f"'{spec}' has no additive bias to draw: leave it out")
-    return Gallery(found, length, seed, _index(found, head))
+    return Gallery(by_label, length, seed, _index(by_label, head))
 
 
-def of_sweep(
+def gallery_from_sweep(
     folder: SweepFolder, data: Path | None, rpe_module: Path | None, length: int, seed: int, head: int | None
 ) -> TrainedGallery:
-    """Encodings with the parameters that the runs of a sweep learned.
+    """Build a gallery of encodings with the trained parameters of a sweep.
 
-    Raises UserError: it is not about text, has no finished run of ``seed``, or not as many heads; or ``data`` is no
-    text, or too short.
+    Args:
+        folder: folder of the sweep.
+        data: binarised text for measurements; None: nothing is measured.
+        rpe_module: Python file that registers further encodings.
+        length: number of tokens or distances.
+        seed: seed of the runs.
+        head: number of the head in figures of one head, from 1; None: the middle one.
+
+    Raises:
+        UserError: the sweep is not on text, has no finished run of ``seed`` or fewer heads; or ``data`` is not a text
+            or too short.
     """
-    state = folder.state()
+    state = folder.read_record()
     if state.kind != "text":
-        what = "algorithmic tasks" if state.algorithms else "questions"
-        raise UserError(f"{folder.path} is a sweep of {what}: these figures are for text")
-    paths = {name: folder.run_of(state.method(name), seed).checkpoints.last for name in state.encodings}
-    found = {name: checkpoints.load(path).learned() for name, path in paths.items() if path.is_file()}
-    if not found:
+        subject = "algorithmic tasks" if state.algorithms else "questions"
+        raise UserError(f"{folder.path} is a sweep of {subject}: use a sweep on text")
+    paths = {name: folder.run_folder(state.method(name), seed).checkpoints.last for name in state.encodings}
+    by_label = {name: checkpoints.load(path).load_encodings() for name, path in paths.items() if path.is_file()}
+    if not by_label:
         raise UserError(
             f"{folder.path} holds no finished run of seed {seed}: run its sweep first or choose another --seed"
         )
-    gallery = TrainedGallery(found, length, seed, _index(found, head), folder, state, data, rpe_module)
-    if data is not None:  # before anything is drawn
-        gallery.field_request().sized(state.settings.tokens or length)
+    gallery = TrainedGallery(by_label, length, seed, _index(by_label, head), folder, state, data, rpe_module)
+    if data is not None:  # raises UserError before anything is drawn
+        gallery.receptive_field_request().resolve_block_size(state.settings.tokens or length)
     return gallery
 
 
-def of_checkpoint(path: Path, queries: Sequence[int], layers: Sequence[int]) -> Figure:
-    """What the bias of one checkpoint gives to the keys of each query; ``queries`` and ``layers`` count from 0.
+def draw_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int]) -> Figure:
+    """Draw the bias of all keys for some queries of one checkpoint.
 
-    Without ``queries``: half, all and twice the training length; without ``layers``: all, of many four.
-    An encoding of the user's own is to be registered before. Raises UserError: the checkpoint is damaged, its encoding
-    has no additive bias, or there is no such layer or query.
+    Args:
+        path: checkpoint file; encodings from a Python file must be registered before.
+        queries: positions of queries, from 0; empty: half, all and twice the training length.
+        layers: indices of layers, from 0; empty: all, or four of many.
+
+    Raises:
+        UserError: the checkpoint is damaged, its encoding has no additive bias, or a layer or query does not exist.
     """
     checkpoint = checkpoints.load(path)
-    found, name = checkpoint.learned(), checkpoint.encoding
-    if not found[0].adds_bias:
-        raise UserError(f"{path} has no additive bias to draw, its encoding is '{name}': name another checkpoint")
-    if layers and len(found) == 1:
+    layer_encodings, name = checkpoint.load_encodings(), checkpoint.encoding
+    if not layer_encodings[0].adds_bias:
+        raise UserError(f"{path} has no additive bias to draw, its encoding is '{name}': use another checkpoint")
+    if layers and len(layer_encodings) == 1:
         raise UserError(f"--layers: all layers of {path} share one bias: leave it out")
-    if wrong := [layer for layer in layers if layer >= len(found)]:
-        raise UserError(f"--layers {wrong[0]}: {path} has layers 0 to {len(found) - 1}")
+    if wrong := [layer for layer in layers if layer >= len(layer_encodings)]:
+        raise UserError(f"--layers {wrong[0]}: {path} has layers 0 to {len(layer_encodings) - 1}")
     trained = checkpoint.train_length() or 0
     shown = queries or sorted({n for n in (trained // 2, trained, 2 * trained) if 0 < n <= LAST_QUERY})
     if len(shown) > MOST_QUERIES:
         raise UserError(f"--query names {len(shown)} positions: choose at most {MOST_QUERIES}")
     if not shown or max(shown) > LAST_QUERY:
-        given = f"--query {max(shown)} is out of range" if shown else f"{path} does not tell its training length"
-        raise UserError(f"{given}: choose positions with --query, 0 to {LAST_QUERY}")
-    every = list(range(len(found)))
-    places = list(layers) or (every if len(every) <= _FEW else [round(k * every[-1] / (_FEW - 1)) for k in range(_FEW)])
-    rows = {i: torch.stack([found[k].bias_profile(i + 1).flip(-1) for k in places]) for i in shown}
-    return biases.of_queries(rows, name, places if len(found) > 1 else ())
+        problem = f"--query {max(shown)} is out of range" if shown else f"{path} does not record its training length"
+        raise UserError(f"{problem}: choose positions with --query, 0 to {LAST_QUERY}")
+    indices = list(range(len(layer_encodings)))
+    chosen = list(layers) or (
+        indices
+        if len(indices) <= _DEFAULT_LAYERS
+        else [round(k * indices[-1] / (_DEFAULT_LAYERS - 1)) for k in range(_DEFAULT_LAYERS)]
+    )
+    rows = {i: torch.stack([layer_encodings[k].bias_profile(i + 1).flip(-1) for k in chosen]) for i in shown}
+    return biases.draw_query_biases(rows, name, chosen if len(layer_encodings) > 1 else ())
 
 
-def draw_checkpoint(path: Path, queries: Sequence[int], layers: Sequence[int], folder: Path) -> str:
-    """Draw :func:`of_checkpoint` as queries.png and queries.pdf; says where."""
+def save_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int], folder: Path) -> str:
+    """Save :func:`draw_query_biases` as queries.png and queries.pdf, and return a line with the paths."""
     files = [folder / f"queries.{end}" for end in ("png", "pdf")]
     check_output(folder, [file.name for file in files])
-    save(of_checkpoint(path, queries, layers), *files)
+    save(draw_query_biases(path, queries, layers), *files)
     return f"{files[0]}, also as .pdf"
 
 
-def _index(found: Mapping[str, Sequence[Encoding]], head: int | None) -> int:
-    heads = min(layers[0].heads for layers in found.values())
+def _index(by_label: Mapping[str, Sequence[Encoding]], head: int | None) -> int:
+    heads = min(layers[0].heads for layers in by_label.values())
     if head is not None and head > heads:
         raise UserError(f"--head {head}: there are {heads} heads")
     return (head or (heads + 1) // 2) - 1
 
 
-def draw(gallery: Gallery, folder: Path, tick: Callable[[], object] = lambda: None) -> Iterator[str]:
-    """Draw each figure as PNG and PDF; says of each, as soon as it is there, where, and last which were not drawn.
+def draw_gallery(gallery: Gallery, folder: Path, tick: Callable[[], object] = lambda: None) -> Iterator[str]:
+    """Draw each figure as PNG and PDF.
 
-    ``tick`` is called after each kind of :data:`FIGURES`.
+    Args:
+        gallery: the encodings.
+        folder: output folder.
+        tick: called after each kind of figure in :data:`FIGURES`.
+
+    Yields:
+        The path of each figure, and last a line on each kind of figure that was not drawn.
     """
     trained = isinstance(gallery, TrainedGallery)
-    given = {"--sweep": trained, "--data": trained and gallery.data is not None}
+    available = {"--sweep": trained, "--data": trained and gallery.data is not None}
     skipped = []
     for name, (make, needs, reason) in FIGURES.items():
-        lacking = any(option in needs and not there for option, there in given.items())
-        figures = {} if lacking else make(gallery)
+        missing = any(option in needs and not is_available for option, is_available in available.items())
+        figures = {} if missing else make(gallery)
         if not figures:
-            skipped.append(f"not drawn, {name}: {f'needs {needs}' if lacking else reason}")
+            skipped.append(f"not drawn, {name}: {f'needs {needs}' if missing else reason}")
         for stem, figure in figures.items():
             save(figure, *(folder / f"{stem}.{ending}" for ending in ("png", "pdf")))
             yield f"{folder / stem}.png, also as .pdf"
@@ -175,8 +219,8 @@ def draw(gallery: Gallery, folder: Path, tick: Callable[[], object] = lambda: No
     yield from skipped
 
 
-def _reaches(encoding: Encoding, length: int) -> bool:
-    """Whether it has a bias at so many tokens, as a table of positions may not."""
+def _has_bias_at(encoding: Encoding, length: int) -> bool:
+    """Return whether the encoding has a bias at this length; a table of positions may be shorter."""
     try:
         return encoding.bias_profile(length).shape[1] == length
     except UserError:
@@ -185,101 +229,123 @@ def _reaches(encoding: Encoding, length: int) -> bool:
 
 def _heat_maps(gallery: Gallery) -> dict[str, Figure]:
     maps, step = {}, 1
-    for name, encoding in gallery.biased.items():
+    for name, encoding in gallery.biased_encodings.items():
         bias, step = bias_map(encoding, gallery.length, [gallery.index])
         maps[name] = bias[0]
-    return {"heat_maps": biases.heat_maps(maps, step, gallery.index + 1)} if maps else {}
+    return {"heat_maps": biases.draw_bias_maps(maps, step, gallery.index + 1)} if maps else {}
 
 
 def _profiles(gallery: Gallery) -> dict[str, Figure]:
-    values = {name: encoding.bias_profile(gallery.length) for name, encoding in gallery.biased.items()}
+    values = {name: encoding.bias_profile(gallery.length) for name, encoding in gallery.biased_encodings.items()}
     if not values:
         return {}
-    one = {name: profile[gallery.index] for name, profile in values.items()}
-    return {"profiles": biases.profiles(values), "profiles_compared": biases.compared(one, gallery.index + 1)}
+    profiles = {name: profile[gallery.index] for name, profile in values.items()}
+    return {
+        "profiles": biases.draw_profiles(values),
+        "profiles_compared": biases.draw_weight_comparison(profiles, gallery.index + 1),
+    }
 
 
 def _theory(gallery: Gallery) -> dict[str, Figure]:
-    heads = {name: verdict_tables.judge([encoding])[gallery.index] for name, encoding in gallery.biased.items()}
-    curves = {name: found for name, head in heads.items() if (found := verdict_tables.fields([head]).curves)}
+    heads = {
+        name: verdict_tables.head_verdicts([encoding])[gallery.index]
+        for name, encoding in gallery.biased_encodings.items()
+    }
+    curves = {
+        name: field_curves
+        for name, head in heads.items()
+        if (field_curves := verdict_tables.field_curves([head]).curves)
+    }
     title = f"Theoretical receptive field, head {gallery.index + 1}"
-    return {"trf": receptive_fields.theoretical(curves, title=title)} if curves else {}
+    return {"trf": receptive_fields.draw_theoretical(curves, title=title)} if curves else {}
 
 
 def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
-    found = sweep_results.perplexities(gallery.folder, gallery.state)
+    perplexities = sweep_results.load_perplexities(gallery.folder, gallery.state)
     figures = {}
-    for text, own in {"": found, **found.others}.items():
-        curves, ratios = ({name: of(name) for name in own.encodings} for of in (own.of, own.ratios))
+    for text, results in {"": perplexities, **perplexities.other_texts}.items():
+        curves, ratios = (
+            {name: values(name) for name in results.encodings}
+            for values in (results.values_by_length, results.ratios_by_length)
+        )
         if curves:
             stem = f"ppl-{text}" if text else "ppl"
-            figures[stem] = sweep_curves.perplexity(curves, ratios, own.trained_at, text)
+            figures[stem] = sweep_curves.draw_perplexity(curves, ratios, results.train_length, text)
     return figures
 
 
 def _mean_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
-    found = sweep_results.perplexities(gallery.folder, gallery.state)
-    lengths = found.shared_lengths
+    perplexities = sweep_results.load_perplexities(gallery.folder, gallery.state)
+    lengths = perplexities.shared_lengths
     if len(lengths) < 2:
         return {}
-    values = {name: found.over_lengths(name) for name in found.encodings}
-    return {"ppl_mean": sweep_curves.mean_perplexity(values, lengths)}
+    values = {name: perplexities.seed_means(name) for name in perplexities.encodings}
+    return {"ppl_mean": sweep_curves.draw_mean_perplexity(values, lengths)}
 
 
 def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
-    plain = [name for name in gallery.encodings if gallery.state.method(name).leaves_positions]
-    if not plain:
+    names = [name for name in gallery.encodings if gallery.state.method(name).leaves_positions]
+    if not names:
         return {}
-    found = find_subjects([gallery.run(name).checkpoints.last for name in plain])
-    named = [replace(subject, label=name) for subject, name in zip(found, plain, strict=True)]
-    request = gallery.field_request()
-    length, rows = request.sized(max(subject.train_length for subject in named))
-    measured = [empirical_receptive_field.measure(request, subject, length, rows) for subject in named]
-    return {"erf": receptive_fields.empirical(measured, request.epsilons), "erf_trf": receptive_fields.paired(measured)}
+    subjects = label_checkpoints([gallery.run(name).checkpoints.last for name in names])
+    labelled = [replace(subject, label=name) for subject, name in zip(subjects, names, strict=True)]
+    request = gallery.receptive_field_request()
+    length, rows = request.resolve_block_size(max(subject.train_length for subject in labelled))
+    fields = [empirical_receptive_field.measure_receptive_field(request, subject, length, rows) for subject in labelled]
+    return {
+        "erf": receptive_fields.draw_empirical(fields, request.epsilons),
+        "erf_trf": receptive_fields.draw_empirical_and_theoretical(fields),
+    }
 
 
 def _queries(gallery: TrainedGallery) -> dict[str, Figure]:
-    at = gallery.state.settings.tokens or gallery.length
+    train_length = gallery.state.settings.tokens or gallery.length
     figures = {}
     for name, layers in gallery.encodings.items():
-        if isinstance(layers[0], PairwiseBias) and list(layers[0].parameters()) and _reaches(layers[0], gallery.length):
-            shown = sorted({at // 2, at, gallery.length})
+        if (
+            isinstance(layers[0], PairwiseBias)
+            and list(layers[0].parameters())
+            and _has_bias_at(layers[0], gallery.length)
+        ):
+            shown = sorted({train_length // 2, train_length, gallery.length})
             rows = {i: torch.stack([e.bias_profile(i + 1).flip(-1) for e in layers]) for i in shown}
-            figures[f"queries-{slug(name, gallery.seed)}"] = biases.of_queries(rows, name)
+            figures[f"queries-{slug(name, gallery.seed)}"] = biases.draw_query_biases(rows, name)
     return figures
 
 
 def _training(gallery: TrainedGallery) -> dict[str, Figure]:
     figures = {}
     for name, layers in gallery.encodings.items():
-        inspected = gallery.folder.tensorboard / gallery.run(name).name / "encodings"
-        looks = bias_history.read(inspected) if list(layers[0].parameters()) else []
-        if len(looks) < 2:
+        log_folder = gallery.folder.tensorboard / gallery.run(name).name / "encodings"
+        snapshots = bias_snapshots.read_history(log_folder) if list(layers[0].parameters()) else []
+        if len(snapshots) < 2:
             continue
-        profiles = [look["bias"] for look in looks]
+        profiles = [snapshot["bias"] for snapshot in snapshots]
         values = {
-            f"{place.replace('layer', 'layer ')}, head {head + 1}": torch.tensor([at[place][head] for at in profiles])
-            for place, heads in profiles[0].items()
+            f"{layer.replace('layer', 'layer ')}, head {head + 1}": torch.tensor(
+                [profile[layer][head] for profile in profiles]
+            )
+            for layer, heads in profiles[0].items()
             for head in range(len(heads))
         }
-        steps = [look["step"] for look in looks]
+        steps = [snapshot["step"] for snapshot in snapshots]
         stem = f"training-{slug(name, gallery.seed)}"
-        figures[stem] = biases.over_training(values, looks[0]["distances"], steps, name)
+        figures[stem] = biases.draw_bias_over_training(values, snapshots[0]["distances"], steps, name)
     return figures
 
 
-# what is drawn -> how, the options that it needs, and why there may be nothing of it
+# kind of figure -> draw function, options that it needs, and reason if there is nothing to draw
 FIGURES: dict[str, tuple[Callable[[Any], dict[str, Figure]], str, str]] = {
     "heat maps of exp(bias)": (_heat_maps, "", "none has an additive bias"),
     "bias over distance": (_profiles, "", "none has an additive bias"),
     "theoretical receptive field": (_theory, "", "no series converges"),
     "perplexity": (_perplexity, "--sweep", "the sweep has no finished evaluation"),
-    "mean perplexity": (_mean_perplexity, "--sweep", "no two lengths at which all were evaluated"),
-    "empirical receptive field": (_attention, "--sweep and --data", "every method moves positions"),
+    "mean perplexity": (_mean_perplexity, "--sweep", "fewer than two lengths at which all runs were evaluated"),
+    "empirical receptive field": (_attention, "--sweep and --data", "every method transforms positions"),
     "learned biases of single queries": (
         _queries,
         "--sweep, because it shows learned biases",
         "the sweep has no learned bias of both positions, such as fire",
     ),
-    "biases over training": (_training, "--sweep", "no run with learned biases was trained with --inspect-every"),
+    "biases over training": (_training, "--sweep", "no run with learned biases was trained with --log-encodings-every"),
 }

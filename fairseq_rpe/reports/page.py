@@ -1,4 +1,4 @@
-"""Reports as one self-contained HTML page: what it is made of, how it is written, and the same as Markdown."""
+"""Reports as one self-contained HTML page, and as Markdown."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +10,26 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from fairseq_rpe import __version__
-from fairseq_rpe.core.errors import UserError, shown
+from fairseq_rpe.core.errors import UserError, shorten_path
 from fairseq_rpe.figures.style import to_svg
-from fairseq_rpe.utils.files import PACKAGE, atomic_write
+from fairseq_rpe.utils.files import PACKAGE_DIR, atomic_write
 from fairseq_rpe.utils.table import Table
 
 NOT_RECORDED = "not recorded"
-_GENERATOR = '<meta name="generator" content="fairseq_rpe '  # near the beginning of every page
-_MOST_ROWS = 5000  # of a table on a page
+_GENERATOR = '<meta name="generator" content="fairseq_rpe '  # marks pages of this command
+_MOST_ROWS = 5000  # upper limit of the rows of a table on a page
 
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; ``url`` is linked behind ``link``; ``plain_warning`` sets it off as a caution."""
+    """A paragraph.
+
+    Attributes:
+        text: the text.
+        link: text of a link after it.
+        url: address of the link.
+        plain_warning: whether to style the paragraph as a warning.
+    """
 
     kind: ClassVar[str] = "text"
     text: str
@@ -33,7 +40,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as SVG; ``alt`` says in words what it shows."""
+    """A figure.
+
+    Attributes:
+        source: the SVG as a data URL.
+        alt: description of the figure in words.
+        caption: caption.
+    """
 
     kind: ClassVar[str] = "picture"
     source: str
@@ -43,7 +56,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Commands:
-    """Command lines by run: (run, [(stage, line)])."""
+    """Command lines by run.
+
+    Attributes:
+        runs: (run, [(stage, command line)]).
+    """
 
     kind: ClassVar[str] = "commands"
     runs: list[tuple[str, list[tuple[str, str]]]]
@@ -54,7 +71,13 @@ Block = Table | Text | Picture | Commands
 
 @dataclass(frozen=True)
 class Part:
-    """A chapter on a sweep."""
+    """A chapter of a report.
+
+    Attributes:
+        key: anchor of the chapter.
+        title: title.
+        blocks: its tables, paragraphs and figures; a chapter without blocks is left out.
+    """
 
     key: str
     title: str
@@ -63,7 +86,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Section:
-    """Everything that a page says about one sweep; ``text``: what is printed."""
+    """Report of one sweep on a page.
+
+    Attributes:
+        name: name of the sweep.
+        title: title of the recipe.
+        lead: first paragraph, then the list of main results.
+        facts: name and value of each setting.
+        parts: chapters.
+        text: summary for the terminal.
+    """
 
     name: str
     title: str
@@ -74,61 +106,70 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What a sweep found: for the page, as Markdown, and the figure that stands beside the page.
+class ReportContent:
+    """Results of a sweep for the page, as Markdown and as a figure.
 
-    ``every``: makes the table of every measurement. ``others``: by name, the figures on further texts.
+    Attributes:
+        lead: first paragraph, then the list of main results.
+        parts: chapters.
+        build_measurements: builds the table of all measurements.
+        markdown: tables and paragraphs as Markdown.
+        figure: the main figure.
+        other_figures: further figures by name.
     """
 
     lead: list[str]
     parts: list[Part]
-    every: Callable[[], Table]
+    build_measurements: Callable[[], Table]
     markdown: str
     figure: Figure
-    others: Mapping[str, Figure] = field(default_factory=dict)
+    other_figures: Mapping[str, Figure] = field(default_factory=dict)
 
 
-def measurements(count: int, every: Callable[[], Table], results: str) -> Part:
-    """The chapter with every measurement; where they are too many for a page, it names their files instead.
+def measurements_part(count: int, build_table: Callable[[], Table], results: str) -> Part:
+    """Build the chapter of all measurements, which names their files instead if there are too many for a page.
 
     Args:
-        count: of the measurements.
-        every: makes the table with a row for each of them.
-        results: the name of the CSV file that has them.
-
-    Returns:
-        The last chapter of a section.
+        count: number of measurements.
+        build_table: builds the table with a row for each measurement.
+        results: name of the CSV file of the measurements.
     """
     too_many = (
-        f"{results} has all {count:,} measurements, and the eval.jsonl of each run what each of them took. The page "
-        f"shows no more than {_MOST_ROWS:,}."
+        f"{results} has all {count:,} measurements, and the eval.jsonl of each run has their durations. The page shows "
+        f"at most {_MOST_ROWS:,}."
     )
-    return Part("measurements", "Every measurement", [Text(too_many) if count > _MOST_ROWS else every()])
+    return Part("measurements", "Every measurement", [Text(too_many) if count > _MOST_ROWS else build_table()])
 
 
-def picture(figure: Figure, alt: str, caption: str) -> Picture:
-    """A figure as a block."""
+def svg_picture(figure: Figure, alt: str, caption: str) -> Picture:
+    """Return a figure as an embedded SVG block.
+
+    Args:
+        figure: the figure.
+        alt: description of the figure in words.
+        caption: caption.
+    """
     data = base64.b64encode(to_svg(figure)).decode("ascii")
     return Picture(f"data:image/svg+xml;base64,{data}", alt, caption)
 
 
 def markdown(blocks: Sequence[Block]) -> str:
-    """The paragraphs and tables among blocks, each after an empty line."""
-    found = ""
+    """Return the paragraphs and tables among blocks as Markdown, each after an empty line."""
+    text = ""
     for block in blocks:
         if isinstance(block, Table):
-            found += f"\n{block.caption}\n\n{block.markdown()}"
+            text += f"\n{block.caption}\n\n{block.to_markdown()}"
         elif isinstance(block, Text):
-            found += f"\n{block.text}{f' {block.link}.' if block.link else ''}\n"
-    return found
+            text += f"\n{block.text}{f' {block.link}.' if block.link else ''}\n"
+    return text
 
 
-def check_target(flag: str, path: Path) -> None:
-    """Refuse to replace a file that is no page of this command; an empty one holds nothing to lose.
+def check_page_target(flag: str, path: Path) -> None:
+    """Check that an existing output file is a report page or empty, so that no other file is overwritten.
 
     Args:
         flag: the option that names the file, for the message.
-        path: it need not exist.
+        path: the file; it need not exist.
 
     Raises:
         UserError: the file exists and is something else.
@@ -138,18 +179,20 @@ def check_target(flag: str, path: Path) -> None:
     with open(path, "rb") as file:
         begin = file.read(1 << 14)
     if begin and _GENERATOR.encode() not in begin:
-        raise UserError(f"{flag} {shown(path)} is not a page of this command and would be replaced: name another file")
+        raise UserError(
+            f"{flag} {shorten_path(path)} is not a page of this command and would be replaced: use another file"
+        )
 
 
-def tables(parts: Sequence[Part]) -> list[Table]:
-    """The tables of chapters, one after another."""
-    return [block for part in parts for block in part.blocks if isinstance(block, Table)]
+def collect_tables(parts: Sequence[Part]) -> list[Table]:
+    """Return the tables of all chapters in order."""
+    return [block for chapter in parts for block in chapter.blocks if isinstance(block, Table)]
 
 
-def write(sections: Sequence[Section], path: Path) -> None:
-    """Write the page on one sweep or several, one after another."""
+def write_page(sections: Sequence[Section], path: Path) -> None:
+    """Write the HTML page of one or several sweeps."""
     environment = Environment(
-        loader=FileSystemLoader(PACKAGE / "templates"),
+        loader=FileSystemLoader(PACKAGE_DIR / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

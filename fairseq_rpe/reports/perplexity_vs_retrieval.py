@@ -1,137 +1,157 @@
-"""Sweeps on text beside sweeps over tasks with depths: does a low perplexity mean that the far text is read?
+"""Perplexity of sweeps on text against retrieval of sweeps over tasks with depths, for the same encodings.
 
-An encoding whose attention falls with the distance can keep its perplexity by forgetting: near tokens are enough to
-predict most of a text. It then extrapolates in the sense of Definition 0.1 and does not find what stands far away.
+An encoding whose attention decays with the distance can keep its perplexity by ignoring distant tokens, because near
+tokens are enough to predict most of a text. It then extrapolates by Definition 0.1 and does not retrieve distant text.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fairseq_rpe.reports import extrapolation_definition
-from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, Judged, Prediction
+from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, ObservedVerdict, PredictedVerdict
 from fairseq_rpe.reports.page import Block, Part, Section, Text, markdown
-from fairseq_rpe.reports.question_scores import collect
-from fairseq_rpe.reports.sweep_results import HELD, ExactAnswers, Perplexities
+from fairseq_rpe.reports.question_scores import load_results
+from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies, Perplexities
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
-from fairseq_rpe.utils.table import Row, Table, number, words
+from fairseq_rpe.utils.table import Table, TableRow, number_cell, text_cell
 
-TOO_FEW = "no verdict"  # already at trained lengths
+NO_VERDICT = "no verdict"  # not solved at trained lengths
 
 
 @dataclass(frozen=True)
-class Finder:
-    """Exact answers of a method in per cent at the worst depth: at trained lengths, and the least of those beyond."""
+class RetrievalResult:
+    """Accuracy of a method on a task with depths, in percent at the worst depth.
+
+    Attributes:
+        name: name of the method.
+        trained: lowest accuracy at trained lengths.
+        beyond: lowest accuracy at lengths beyond them.
+        solved_length: length up to which the task is solved at every depth; None: no length.
+    """
 
     name: str
     trained: float
     beyond: float
-    reach: int | None
+    solved_length: int | None
 
     @property
-    def finds(self) -> str:
-        """Whether what is asked for is found at every depth of every length beyond the trained ones, and at those."""
-        if self.trained < HELD:
-            return TOO_FEW
-        return "yes" if self.beyond >= HELD else "no"
+    def retrieves(self) -> str:
+        """Whether the task is solved at every depth of every length beyond training, if it is at trained ones."""
+        if self.trained < SOLVED_PERCENT:
+            return NO_VERDICT
+        return "yes" if self.beyond >= SOLVED_PERCENT else "no"
 
 
-def sections(folders: Sequence[SweepFolder]) -> list[Section]:
-    """A section for each sweep on text and each task with depths that have a method in common, by whatever name.
+def comparison_sections(folders: Sequence[SweepFolder]) -> list[Section]:
+    """Build a section for each sweep on text and each task with depths that have methods in common.
 
-    Raises UserError: a folder holds no finished evaluation.
+    Methods are the same if their encoding and positions are, whatever their names.
+
+    Raises:
+        UserError: a folder has no finished evaluation.
     """
-    states = {folder: folder.state() for folder in folders}
-    if not {"text", "algorithms"} <= {state.kind for state in states.values()}:
+    records = {folder: folder.read_record() for folder in folders}
+    if not {"text", "algorithms"} <= {record.kind for record in records.values()}:
         return []
-    found = [(folder.path.resolve().name, state, collect(folder, state)) for folder, state in states.items()]
-    texts = [(name, state, one) for name, state, one in found if isinstance(one, Perplexities)]
-    tasks = [(name, state, one) for name, state, one in found if isinstance(one, ExactAnswers)]
-    made = []
-    for text, of_text, read in texts:
-        judged = {
-            one.name: one
-            for one in extrapolation_definition.judge(read, dict.fromkeys(read.encodings, Prediction(NONE)))
+    loaded = [(folder.path.resolve().name, record, load_results(folder, record)) for folder, record in records.items()]
+    texts = [(name, record, results) for name, record, results in loaded if isinstance(results, Perplexities)]
+    tasks = [(name, record, results) for name, record, results in loaded if isinstance(results, Accuracies)]
+    sections = []
+    for text_name, text_record, perplexities in texts:
+        no_predictions = dict.fromkeys(perplexities.encodings, PredictedVerdict(NONE))
+        verdicts = {
+            verdict.name: verdict for verdict in extrapolation_definition.observe_verdicts(perplexities, no_predictions)
         }
-        for name, of_task, answered in tasks:
-            for task in answered.deep:
-                both = [
-                    (judged[same], replace(one, name=same))
-                    for method in answered.methods(task)
-                    if (same := _same(of_task.method(method), map(of_text.method, judged)))
-                    and (one := finder(answered, task, method))
+        for task_name, task_record, accuracies in tasks:
+            for task in accuracies.tasks_with_depths:
+                pairs = [
+                    (verdicts[name], replace(retrieval, name=name))
+                    for method in accuracies.methods(task)
+                    if (name := _same_method(task_record.method(method), map(text_record.method, verdicts)))
+                    and (retrieval := retrieval_result(accuracies, task, method))
                 ]
-                if both:
-                    made.append(_section(text, name, task, read, [one for one, _ in both], [one for _, one in both]))
-    return made
+                if pairs:
+                    sections.append(_section(text_name, task_name, task, perplexities, *zip(*pairs, strict=True)))
+    return sections
 
 
-def _same(method: Method, others: Iterable[Method]) -> str | None:
-    """The name of the one among others that is the same encoding with the same positions, by whatever name."""
-    alike = (method.rpe, method.positions_train, method.positions_eval)
-    return next((one.name for one in others if (one.rpe, one.positions_train, one.positions_eval) == alike), None)
+def _same_method(method: Method, others: Iterable[Method]) -> str | None:
+    """Return the name of the method among others that has the same encoding and positions, or None."""
+    key = (method.rpe, method.positions_train, method.positions_eval)
+    return next((o.name for o in others if (o.rpe, o.positions_train, o.positions_eval) == key), None)
 
 
-def finder(found: ExactAnswers, task: str, method: str) -> Finder | None:
-    """What a method finds; ``None`` where it was not evaluated at trained lengths and beyond them."""
-    worst, trained = found.worst(task, method), found.trained[task]
+def retrieval_result(accuracies: Accuracies, task: str, method: str) -> RetrievalResult | None:
+    """Return a method's retrieval result, or None unless it was evaluated at trained lengths and beyond them."""
+    worst, trained = accuracies.worst_depth_by_length(task, method), accuracies.train_items[task]
     within, beyond = ([v for n, v in worst.items() if (n > trained) is side] for side in (False, True))
     if not within or not beyond:
         return None
-    return Finder(method, min(within), min(beyond), found.reach(task, method))
+    return RetrievalResult(method, min(within), min(beyond), accuracies.solved_length(task, method))
 
 
 def _section(
-    text: str, tasks: str, task: str, read: Perplexities, judged: Sequence[Judged], finders: Sequence[Finder]
+    text: str,
+    sweep: str,
+    task: str,
+    perplexities: Perplexities,
+    verdicts: Sequence[ObservedVerdict],
+    retrievals: Sequence[RetrievalResult],
 ) -> Section:
     blocks: list[Block] = [
         Text(
-            f"Definition 0.1 asks for the perplexity beyond the training length, the retrieval test whether an answer "
-            f"far away is found: at least {HELD:g} % exact at every depth of every length beyond training. The models "
-            f"are others, trained with the same encodings: on the text of {text} and on {task} of {tasks}."
+            "Definition 0.1 judges the perplexity beyond the training length. The retrieval test judges whether a "
+            f"distant answer is retrieved, with at least {SOLVED_PERCENT:g} % exact match at every depth of every "
+            f"length beyond training. The two models of an encoding are different: one is trained on the text of "
+            f"{text}, the other on {task} of {sweep}."
         ),
-        _table(read, judged, finders),
+        _table(perplexities, verdicts, retrievals),
     ]
-    title, said = "Perplexity beside retrieval", verdicts(judged, finders)
+    title, lead = "Perplexity and retrieval", describe_verdicts(verdicts, retrievals)
     return Section(
-        name=f"{text} beside {tasks}",
+        name=f"{text} and {sweep}",
         title=title,
-        lead=said,
-        facts=[("perplexity", text), ("retrieval", f"{tasks}, {task}"), ("δ of Definition 0.1", f"{DELTA:g}")],
-        parts=[Part("beside", title, blocks)],
-        text=f"{title}\n{markdown([*blocks, *map(Text, said)])}",
+        lead=lead,
+        facts=[("perplexity", text), ("retrieval", f"{sweep}, {task}"), ("δ of Definition 0.1", f"{DELTA:g}")],
+        parts=[Part("retrieval", title, blocks)],
+        text=f"{title}\n{markdown([*blocks, *map(Text, lead)])}",
     )
 
 
-def _table(read: Perplexities, judged: Sequence[Judged], finders: Sequence[Finder]) -> Table:
-    longest, start = read.lengths[-1], read.trained_at
+def _table(
+    perplexities: Perplexities, verdicts: Sequence[ObservedVerdict], retrievals: Sequence[RetrievalResult]
+) -> Table:
     rows = []
-    for one, own in zip(judged, finders, strict=True):
-        answers = one.answers(DELTA)
-        found = words("none" if own.reach is None else f"{own.reach} tokens")
-        cells = [number(one.found.end, "+.3f"), *map(words, answers), number(own.trained, ".0f")]
-        rows.append(Row(one.name, [*cells, number(own.beyond, ".0f"), found, words(own.finds)]))
-    head = ["encoding", f"deviation at {longest}", "extrapolates", "one-sided", "found, trained", "found, beyond"]
+    for verdict, retrieval in zip(verdicts, retrievals, strict=True):
+        solved = "none" if retrieval.solved_length is None else f"{retrieval.solved_length} tokens"
+        cells = [number_cell(verdict.deviation.end, "+.3f"), *map(text_cell, verdict.answers(DELTA))]
+        cells += [number_cell(retrieval.trained, ".0f"), number_cell(retrieval.beyond, ".0f")]
+        rows.append(TableRow(verdict.name, [*cells, text_cell(solved), text_cell(retrieval.retrieves)]))
+    head = ["encoding", f"deviation at {perplexities.lengths[-1]}", "extrapolates", "one-sided"]
+    head += ["retrieved, trained", "retrieved, beyond", "solved up to", "retrieves"]
     caption = (
-        f"Perplexity: its relative deviation from that at {start} tokens and Definition 0.1 at δ = {DELTA:g}. "
-        "Found: exact match in % at the worst depth, at trained lengths and, the least, beyond; up to which length it "
-        f"is {HELD:g} % or more; whether it is so at every length."
+        f"Perplexity: relative deviation from that at {perplexities.train_length} tokens, and Definition 0.1 at "
+        f"δ = {DELTA:g}. Retrieved: exact match in % at the worst depth, lowest of the trained lengths and lowest of "
+        f"those beyond; the length up to which it is at least {SOLVED_PERCENT:g} %; whether this holds at every length."
     )
-    return Table(caption, [*head, "found to", "retrieves"], rows)
+    return Table(caption, head, rows)
 
 
-def verdicts(judged: Sequence[Judged], finders: Sequence[Finder]) -> list[str]:
-    """In words, who extrapolates by perplexity, one-sided, and still does not find what stands far away."""
-    pairs = list(zip((one.answers(DELTA)[1] for one in judged), finders, strict=True))
-    said = {
-        "Extrapolates by perplexity and fails at retrieval": [
-            f.name for a, f in pairs if (a, f.finds) == ("yes", "no")
-        ],
-        "Extrapolates by perplexity and retrieves": [f.name for a, f in pairs if (a, f.finds) == ("yes", "yes")],
-        "Retrieves, though its perplexity rises": [f.name for a, f in pairs if (a, f.finds) == ("no", "yes")],
-        "Does neither": [f.name for a, f in pairs if (a, f.finds) == ("no", "no")],
-        "No verdict on perplexity": [f.name for a, f in pairs if a == "no verdict"],
-        f"No verdict on retrieval, below {HELD:g} % at trained lengths already": [
-            f.name for _, f in pairs if f.finds == TOO_FEW
+def describe_verdicts(verdicts: Sequence[ObservedVerdict], retrievals: Sequence[RetrievalResult]) -> list[str]:
+    """Return in words which methods extrapolate by perplexity (one-sided) and which retrieve distant text."""
+    pairs = [(verdict.answers(DELTA)[1], r.retrieves, r.name) for verdict, r in zip(verdicts, retrievals, strict=True)]
+
+    def names(extrapolates: str, retrieves: str) -> list[str]:
+        return [name for a, b, name in pairs if (a, b) == (extrapolates, retrieves)]
+
+    groups = {
+        "Extrapolates by perplexity and fails at retrieval": names("yes", "no"),
+        "Extrapolates by perplexity and retrieves": names("yes", "yes"),
+        "Retrieves, though its perplexity rises": names("no", "yes"),
+        "Does neither": names("no", "no"),
+        "No verdict on perplexity": [name for extrapolates, _, name in pairs if extrapolates == "no verdict"],
+        f"No verdict on retrieval, because accuracy at trained lengths is below {SOLVED_PERCENT:g} %": [
+            name for _, retrieves, name in pairs if retrieves == NO_VERDICT
         ],
     }
-    return [f"{what}: {', '.join(names)}." for what, names in said.items() if names]
+    return [f"{title}: {', '.join(members)}." for title, members in groups.items() if members]

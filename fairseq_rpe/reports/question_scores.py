@@ -1,6 +1,6 @@
-"""What a sweep over questions found: the score of each method on each set and context length, and means of them."""
+"""Scores of a sweep over questions, by method, set and context length, and their means."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -8,190 +8,213 @@ from typing import Literal
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation.question_records import QuestionResult
 from fairseq_rpe.reports.sweep_results import (
-    ExactAnswers,
-    Finding,
+    Accuracies,
     Perplexities,
-    asked,
-    by_length,
-    exact_answers,
-    grouped,
-    measured,
-    perplexities,
+    SweepResult,
+    current_results,
+    group_by,
+    group_by_length,
+    load_accuracies,
+    load_perplexities,
+    planned_runs,
 )
-from fairseq_rpe.sweeps.sweep_record import Published, State, SweepFolder
+from fairseq_rpe.sweeps.sweep_record import Published, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import csv_text
 
-MEAN = "mean"  # in place of a set, of published values
+MEAN = "mean"  # key of a mean among published values, in place of a set
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores in per cent; the context length bounds what is read and written.
+    """Scores in percent. The context length is that of prompt and answer together.
 
-    ``tuned_at``: tokens of the fine-tuning, ``trained_at`` of the training before. ``averaged``: the sets that a mean
-    is of; none: all.
+    Attributes:
+        results: results by dataset, method, seed, set and context length.
+        fine_tuning_length: context length of the fine-tuning in tokens.
+        train_length: training length of the pre-training in tokens.
+        averaged_sets: sets that means over sets include; empty: all.
     """
 
-    rows: Sequence[Finding[QuestionResult]]
-    tuned_at: int
-    trained_at: int
-    averaged: Sequence[str] = ()
+    results: Sequence[SweepResult[QuestionResult]]
+    fine_tuning_length: int
+    train_length: int
+    averaged_sets: Sequence[str] = ()
 
     @cached_property
     def _ambiguous(self) -> set[str]:
-        """The sets that several folders have."""
-        folders = grouped(self.rows, lambda row: row.result.set)
-        return {name for name, rows in folders.items() if len({row.folder for row in rows}) > 1}
+        """Names of sets that several datasets have."""
+        by_name = group_by(self.results, lambda row: row.result.set)
+        return {name for name, rows in by_name.items() if len({row.folder for row in rows}) > 1}
 
     @cached_property
-    def _by_set(self) -> dict[str, list[Finding[QuestionResult]]]:
-        return grouped(self.rows, self.label)
+    def _by_set(self) -> dict[str, list[SweepResult[QuestionResult]]]:
+        return group_by(self.results, self.set_label)
 
     @cached_property
-    def _by_set_and_method(self) -> dict[tuple[str, str], list[Finding[QuestionResult]]]:
-        return grouped(self.rows, lambda row: (self.label(row), row.method))
+    def _by_set_and_method(self) -> dict[tuple[str, str], list[SweepResult[QuestionResult]]]:
+        return group_by(self.results, lambda row: (self.set_label(row), row.method))
 
     @cached_property
-    def _known(self) -> dict[tuple[str, str, str | None], dict[int, list[float]]]:
-        """What :meth:`of` has computed: tables ask for it at every length."""
+    def _values_cache(self) -> dict[tuple[str, str, str | None], dict[int, list[float]]]:
+        """Cache of :meth:`values_by_length`, which tables need at every length."""
         return {}
 
     @cached_property
-    def _means(self) -> dict[str, dict[int, list[float]]]:
-        """What :meth:`over_sets` has computed."""
+    def _set_means_cache(self) -> dict[str, dict[int, list[float]]]:
+        """Cache of :meth:`set_means`."""
         return {}
 
     @property
     def sets(self) -> list[str]:
+        """Labels of the sets with results."""
         return list(self._by_set)
 
     @cached_property
     def methods(self) -> list[str]:
-        return list(dict.fromkeys(row.method for row in self.rows))
+        """Names of the methods with results."""
+        return list(dict.fromkeys(row.method for row in self.results))
 
     @cached_property
     def lengths(self) -> list[int]:
-        return sorted({row.result.length for row in self.rows})
+        """All context lengths, ascending."""
+        return sorted({row.result.length for row in self.results})
 
-    def label(self, row: Finding[QuestionResult]) -> str:
-        """The name of a result's set, after that of its folder where another folder has the same set."""
+    def set_label(self, row: SweepResult[QuestionResult]) -> str:
+        """Return the name of a result's set, with the dataset's name if several datasets have this set."""
         return f"{row.folder}/{row.result.set}" if row.result.set in self._ambiguous else row.result.set
 
-    def metric(self, label: str) -> str:
-        """What a set is scored by."""
+    def set_metric(self, label: str) -> str:
+        """Return the metric that a set is scored by."""
         return self._by_set[label][0].result.published
 
-    def metrics(self, label: str) -> list[str]:
-        """All that is known of a set, what it is scored by first."""
-        own = (row.result for row in self._by_set.get(label, ()))
-        return list(dict.fromkeys(name for one in own for name in (one.published, *one.metrics)))
+    def set_metrics(self, label: str) -> list[str]:
+        """Return all metrics of a set, that of its score first."""
+        results = (row.result for row in self._by_set.get(label, ()))
+        return list(dict.fromkeys(name for result in results for name in (result.published, *result.metrics)))
 
-    def of(self, label: str, method: str, metric: str | None = None) -> dict[int, list[float]]:
-        """By context length, the score of each seed on a set, or another metric."""
-        if (label, method, metric) not in self._known:
-            own = [row.result for row in self._by_set_and_method.get((label, method), ())]
+    def values_by_length(self, label: str, method: str, metric: str | None = None) -> dict[int, list[float]]:
+        """Return the score, or another metric, of each seed on a set by context length."""
+        key = (label, method, metric)
+        if key not in self._values_cache:
+            results = [row.result for row in self._by_set_and_method.get((label, method), ())]
             values = (
-                (one.length, one.score if metric is None else {one.published: one.score, **one.metrics}.get(metric))
-                for one in own
+                (r.length, r.score if metric is None else {r.published: r.score, **r.metrics}.get(metric))
+                for r in results
             )
-            self._known[label, method, metric] = by_length((n, value) for n, value in values if value is not None)
-        return self._known[label, method, metric]
+            self._values_cache[key] = group_by_length((n, value) for n, value in values if value is not None)
+        return self._values_cache[key]
 
-    def by_distance(self, label: str, length: int) -> dict[tuple[int, int], dict[str, list[float]]]:
-        """By least and most words between answer and document's end, if known, the score of each method's seeds."""
-        found: dict[tuple[int, int], dict[str, list[float]]] = {}
+    def values_by_distance(self, label: str, length: int) -> dict[tuple[int, int], dict[str, list[float]]]:
+        """Return, by least and most words between answer and end of document, the scores of each method's seeds."""
+        bands: dict[tuple[int, int], dict[str, list[float]]] = {}
         for row in self._by_set.get(label, ()):
             if row.result.length == length:
                 for band in row.result.distances:
-                    found.setdefault((band.least, band.most), {}).setdefault(row.method, []).append(band.score)
-        return found
+                    bands.setdefault((band.least, band.most), {}).setdefault(row.method, []).append(band.score)
+        return bands
 
-    def mean_sets(self) -> list[str]:
-        """The sets that a mean over sets is of."""
-        return [label for label in self.sets if label in self.averaged] or self.sets
+    def sets_in_mean(self) -> list[str]:
+        """Return the sets that means over sets include."""
+        return [label for label in self.sets if label in self.averaged_sets] or self.sets
 
-    def over_sets(self, method: str) -> dict[int, list[float]]:
-        """By context length, the mean over sets of each seed that has them all."""
-        if method not in self._means:
-            wanted = self.mean_sets()
+    def set_means(self, method: str) -> dict[int, list[float]]:
+        """Return, by context length, the mean over sets for each seed that has results on all of them."""
+        if method not in self._set_means_cache:
+            sets = self.sets_in_mean()
             runs: dict[tuple[int, int], dict[str, float]] = {}
-            for label in wanted:
+            for label in sets:
                 for row in self._by_set_and_method.get((label, method), ()):
                     runs.setdefault((row.result.length, row.seed), {})[label] = row.result.score
-            whole = {key: own for key, own in runs.items() if len(own) == len(wanted)}
-            self._means[method] = by_length((n, sum(own.values()) / len(own)) for (n, _), own in sorted(whole.items()))
-        return self._means[method]
+            complete = {key: scores for key, scores in runs.items() if len(scores) == len(sets)}
+            self._set_means_cache[method] = group_by_length(
+                (n, sum(scores.values()) / len(scores)) for (n, _), scores in sorted(complete.items())
+            )
+        return self._set_means_cache[method]
 
-    def over_lengths(self, label: str, method: str, metric: str | None = None) -> list[float]:
-        """The mean over all context lengths of each seed; nothing where one is missing."""
-        values = list(self.of(label, method, metric).values())
+    def seed_means(self, label: str, method: str, metric: str | None = None) -> list[float]:
+        """Return each seed's mean over all context lengths, or an empty list if a result is missing."""
+        values = list(self.values_by_length(label, method, metric).values())
         if len(values) < len(self.lengths) or len({len(seeds) for seeds in values}) > 1:
             return []
-        return [sum(own) / len(own) for own in zip(*values, strict=True)]
+        return [sum(scores) / len(scores) for scores in zip(*values, strict=True)]
 
     def csv(self) -> str:
-        """A line for each metric of each result; ``counts``: whether it is the one that tables have."""
-        head = ("method", "folder", "set", "length", "metric", "value", "counts", "questions", "cut", "empty", "seed")
+        """Return a CSV row for each metric of each result; ``counts``: whether the metric is the set's score."""
+        head = ["method", "folder", "set", "length", "metric", "value", "counts"]
+        head += ["questions", "truncated", "empty", "seed"]
         lines = []
-        for row in self.rows:
-            one = row.result
-            about = (one.questions, one.cut_documents, one.empty, row.seed)
-            for name, value in {one.published: one.score, **one.metrics}.items():
-                counts = "yes" if name == one.published else "no"
-                lines.append((row.method, row.folder, one.set, one.length, name, value, counts, *about))
+        for row in self.results:
+            r = row.result
+            numbers = (r.questions, r.truncated_documents, r.empty, row.seed)
+            for name, value in {r.published: r.score, **r.metrics}.items():
+                counts = "yes" if name == r.published else "no"
+                lines.append((row.method, row.folder, r.set, r.length, name, value, counts, *numbers))
         return csv_text(head, lines)
 
 
-def by_of(known: Published | None) -> Literal["set", "length"] | None:
-    """Whether published scores are by set or by context length."""
-    if known is None or not known.values:
+def published_axis(published: Published | None) -> Literal["set", "length"] | None:
+    """Return whether published scores are by set or by context length, or None without published scores."""
+    if published is None or not published.values:
         return None
-    return "length" if all(key.isdigit() for row in known.values.values() for key in row) else "set"
+    return "length" if all(key.isdigit() for row in published.values.values() for key in row) else "set"
 
 
-def published_mean(known: Published, method: str, keys: Sequence[str] = ()) -> float | None:
-    """The mean of a method's published scores, over all sets or lengths or over ``keys``; ``None``: not all are there.
+def published_mean(published: Published, method: str, keys: Sequence[str] = ()) -> float | None:
+    """Return the mean of a method's published scores.
 
-    Where the mean alone is published, it is that.
+    Args:
+        published: published scores.
+        method: name of the method.
+        keys: sets or lengths to average; empty: all.
+
+    Returns:
+        The mean; None if a score is missing. If only a mean is published, that mean, or None for a part of the keys.
     """
-    row, every = known.values[method], {key for one in known.values.values() for key in one if key != MEAN}
+    row = published.values[method]
     if MEAN in row:
-        return row[MEAN] if set(keys or every) == every else None
-    wanted = [row.get(key) for key in keys or row]
-    given = [value for value in wanted if value is not None]
-    return sum(given) / len(given) if given and len(given) == len(wanted) else None
+        all_keys = {key for scores in published.values.values() for key in scores if key != MEAN}
+        return row[MEAN] if set(keys or all_keys) == all_keys else None
+    scores = [row.get(key) for key in keys or row]
+    numbers = [score for score in scores if score is not None]
+    return sum(numbers) / len(numbers) if numbers and len(numbers) == len(scores) else None
 
 
-def scores(folder: SweepFolder, state: State) -> Scores:
-    """Of a sweep over questions, by folder, method, seed, set and context length."""
+def load_scores(folder: SweepFolder, record: SweepRecord) -> Scores:
+    """Read the results of a sweep over questions."""
+    config, published = record.question_config, record.published
+    which = config.checkpoint if config else "last"
     rows = []
-    for name, method, seed, run in asked(folder, state):
-        questions = state.questions[name or ""]
-        own = [
-            one
-            for one in measured(QuestionResult, run, method, state.asking.checkpoint if state.asking else "last")
-            if one.data == questions.digest
-            and one.subset == state.settings.subset
-            and one.set in questions.sets
-            and one.length_penalty in (None, 1.0)
-            and (state.asking is None or all(getattr(one, k) == v for k, v in state.asking.options.items()))
-            and one.length in state.lengths
+    for name, method, seed, run in planned_runs(folder, record):
+        questions = record.questions[name or ""]
+        results = [
+            result
+            for result in current_results(QuestionResult, run, method, which)
+            if result.data == questions.digest
+            and result.split == record.settings.split
+            and result.set in questions.sets
+            and result.length_penalty in (None, 1.0)
+            and (config is None or all(getattr(result, key) == value for key, value in config.options.items()))
+            and result.length in record.lengths
         ]
-        own.sort(key=lambda one: (questions.sets.index(one.set), one.length))
-        rows += [Finding(method.name, seed, one, folder=name) for one in own]
-    known = state.published
-    averaged = {key for row in known.values.values() for key in row} if known and by_of(known) == "set" else set()
-    tuned = (state.tuned and state.tuned.tokens) or state.settings.tokens or 0
-    return Scores(rows, tuned, state.settings.tokens or 0, sorted(averaged - {MEAN}))
+        results.sort(key=lambda result: (questions.sets.index(result.set), result.length))
+        rows += [SweepResult(method.name, seed, result, folder=name) for result in results]
+    averaged = set()
+    if published and published_axis(published) == "set":
+        averaged = {key for row in published.values.values() for key in row} - {MEAN}
+    train_length = record.settings.tokens or 0
+    fine_tuning_length = (record.fine_tuning and record.fine_tuning.tokens) or train_length
+    return Scores(rows, fine_tuning_length, train_length, sorted(averaged))
 
 
-def collect(folder: SweepFolder, state: State) -> "Perplexities | ExactAnswers | Scores":
-    """The results of the runs that are finished.
+def load_results(folder: SweepFolder, record: SweepRecord) -> Perplexities | Accuracies | Scores:
+    """Read the results of the finished runs of a sweep.
 
-    Raises UserError: there are none.
+    Raises:
+        UserError: there are none.
     """
-    ways = {"text": perplexities, "algorithms": exact_answers, "answers": scores}
-    found = ways[state.kind](folder, state)
-    if not found.rows:
+    loaders: dict[str, Callable[[SweepFolder, SweepRecord], Perplexities | Accuracies | Scores]]
+    loaders = {"text": load_perplexities, "algorithms": load_accuracies, "answers": load_scores}
+    results = loaders[record.kind](folder, record)
+    if not results.results:
         raise UserError(f"{folder.path} holds no finished evaluation yet: run its sweep first")
-    return found
+    return results

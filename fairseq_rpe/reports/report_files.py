@@ -1,24 +1,33 @@
-"""Where a sweep's report lies, and what it says as long as it is up to date: told without drawing anything."""
+"""Paths of a sweep's report, and its summary if the report is current, without drawing anything."""
 
 from pathlib import Path
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.reports.question_scores import collect
-from fairseq_rpe.reports.sweep_results import ExactAnswers, Perplexities
-from fairseq_rpe.sweeps.sweep_record import State, SweepFolder
+from fairseq_rpe.reports.question_scores import load_results
+from fairseq_rpe.reports.sweep_results import Accuracies, Perplexities
+from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord
 
 _NAMES = {"text": ("results", "ppl"), "algorithms": ("accuracy", "accuracy"), "answers": ("scores", "scores")}
 
 
-class Places:
-    """The files of a report on a sweep.
+class ReportFiles:
+    """Paths of the report of a sweep.
 
-    ``results``: its numbers as CSV, written last, because the others belong to them; ``latex``: the tables for a paper,
-    written on demand; ``evaluation``: what TensorBoard shows of them, replaced as a whole.
+    Attributes:
+        results: numbers as CSV, written last: a report is current if this file has the current numbers.
+        table: tables as Markdown.
+        latex: tables as LaTeX, written on demand.
+        figures: main figure as PNG and PDF.
+        page: HTML page.
+        tensorboard: folder of all TensorBoard files.
+        evaluation: TensorBoard folder of the evaluations, replaced as a whole.
+        extra_tables: further CSV files.
+        extra_figures: PNG and PDF of further figures, by name.
+        texts: CSV, PNG and PDF of each further text, by name.
     """
 
-    def __init__(self, folder: SweepFolder, state: State) -> None:
-        results, figure = _NAMES[state.kind]
+    def __init__(self, folder: SweepFolder, record: SweepRecord) -> None:
+        results, figure = _NAMES[record.kind]
         self.results = folder.path / f"{results}.csv"
         self.table = folder.path / f"{results}.md"
         self.latex = folder.path / f"{results}.tex"
@@ -26,49 +35,52 @@ class Places:
         self.page = folder.path / "report.html"
         self.tensorboard = folder.tensorboard
         self.evaluation = folder.tensorboard / "evaluation"
-        self.others = [folder.path / "extrapolation.csv"] if state.kind == "text" else []
-        deep = any(build(task).depths(state.settings.subset or "test") for task in state.algorithms)
-        # figures beside the first, by name
-        self.drawn = {"depths": [folder.path / f"depths.{ending}" for ending in ("png", "pdf")]} if deep else {}
-        # of further texts, by name: numbers and figures
+        self.extra_tables = [folder.path / "extrapolation.csv"] if record.kind == "text" else []
+        self.extra_figures: dict[str, list[Path]] = {}
+        if any(build(task).depths(record.settings.split or "test") for task in record.algorithms):
+            self.extra_figures["depths"] = [folder.path / f"depths.{ending}" for ending in ("png", "pdf")]
         self.texts = {
             name: [folder.path / file for file in (f"results-{name}.csv", f"ppl-{name}.png", f"ppl-{name}.pdf")]
-            for name in state.evaluate
+            for name in record.evaluate
         }
-        self.drawn |= {name: files[1:] for name, files in self.texts.items()}
+        self.extra_figures |= {name: files[1:] for name, files in self.texts.items()}
 
     @property
     def files(self) -> list[Path]:
-        """All files of the report, but for those of TensorBoard."""
-        drawn = [path for paths in (*self.drawn.values(), *self.texts.values()) for path in paths]
-        return [self.results, self.table, self.page, *self.figures, *self.others, *drawn]
+        """All files of the report except those of TensorBoard."""
+        extra = [path for paths in (*self.extra_figures.values(), *self.texts.values()) for path in paths]
+        return [self.results, self.table, self.page, *self.figures, *self.extra_tables, *extra]
 
-    def text(self, table: str) -> str:
-        """What is printed: the table and where everything is."""
-        maps = "".join(f"heat map:    {files[0]}\n" for name, files in self.drawn.items() if name not in self.texts)
+    def summary(self, table: str) -> str:
+        """Return the table and the paths of all files, for the terminal."""
+        maps = [files[0] for name, files in self.extra_figures.items() if name not in self.texts]
+        heat_maps = "".join(f"heat map:    {path}\n" for path in maps)
         return (
             f"{table}\n"
             f"results:     {self.results}\n"
             f"figure:      {self.figures[0]}\n"
-            f"{maps}"
+            f"{heat_maps}"
             f"page:        {self.page}\n"
             f"TensorBoard: {self.tensorboard}"
         )
 
 
-def text(folder: SweepFolder) -> str | None:
-    """What the report says, or nothing if it has to be written: results are new or a file of it is missing.
+def current_summary(folder: SweepFolder) -> str | None:
+    """Return the summary of a current report, or None if results are new or a file is missing.
 
-    Raises UserError: the folder holds no sweep, or none of its runs is finished.
+    Raises:
+        UserError: the folder is not that of a sweep, or none of its runs is finished.
     """
-    state = folder.state()
-    at, found = Places(folder, state), collect(folder, state)
-    numbers = {at.results: found.csv()}
-    files = [at.results, at.table, at.page, at.evaluation, *at.figures, *at.others]
-    files += at.drawn["depths"] if isinstance(found, ExactAnswers) and found.deep else []
-    for name, of in found.others.items() if isinstance(found, Perplexities) else ():
-        numbers[at.texts[name][0]] = of.csv()
-        files += at.texts[name]
-    if all(path.exists() for path in files) and all(p.read_text(encoding="utf-8") == n for p, n in numbers.items()):
-        return at.text(at.table.read_text(encoding="utf-8"))
+    record = folder.read_record()
+    files, results = ReportFiles(folder, record), load_results(folder, record)
+    tables = {files.results: results.csv()}
+    paths = [files.results, files.table, files.page, files.evaluation, *files.figures, *files.extra_tables]
+    if isinstance(results, Accuracies) and results.tasks_with_depths:
+        paths += files.extra_figures["depths"]
+    if isinstance(results, Perplexities):
+        for name, perplexities in results.other_texts.items():
+            tables[files.texts[name][0]] = perplexities.csv()
+            paths += files.texts[name]
+    if all(path.exists() for path in paths) and all(p.read_text(encoding="utf-8") == t for p, t in tables.items()):
+        return files.summary(files.table.read_text(encoding="utf-8"))
     return None

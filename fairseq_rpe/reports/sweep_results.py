@@ -1,4 +1,4 @@
-"""The results that belong to a sweep's settings, in the order in which they were asked for, and their means."""
+"""Results of a sweep: reads those that belong to its settings, and computes their means."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,304 +8,354 @@ from typing import Generic, TypeVar
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation import records
-from fairseq_rpe.evaluation.position_limits import most_items
+from fairseq_rpe.evaluation.position_limits import max_items
 from fairseq_rpe.evaluation.question_records import QuestionResult
-from fairseq_rpe.evaluation.records import AnswerResult, TextResult
-from fairseq_rpe.runs.run_folder import RunFolder, Which
-from fairseq_rpe.sweeps.sweep_record import Method, State, SweepFolder
-from fairseq_rpe.utils.table import csv_text, spaced
+from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
+from fairseq_rpe.runs.run_folder import CheckpointKind, RunFolder
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
+from fairseq_rpe.utils.table import csv_text, log_spaced
 
-Found = TypeVar("Found", TextResult, AnswerResult, QuestionResult)
-Row = TypeVar("Row")
+ResultType = TypeVar("ResultType", TextResult, ExactMatchResult, QuestionResult)
+Item = TypeVar("Item")
 Key = TypeVar("Key")
-SHOWN = 48  # lengths in a table that can still be read; CSV files have all
-HELD = 90.0  # per cent of exact answers at every depth from which a method is said to find what is asked for
+MAX_SHOWN_LENGTHS = 48  # upper limit of the length columns in a table; CSV files have all lengths
+SOLVED_PERCENT = 90.0  # a length counts as solved if the accuracy at every depth is at least this, in percent
 
 
 @dataclass(frozen=True)
-class Finding(Generic[Found]):
-    """A result of a method; ``ratio``: of a perplexity over that of the same run at the training length, if known.
+class SweepResult(Generic[ResultType]):
+    """A result of a method.
 
-    ``folder``: the name of the questions that it is about.
+    Attributes:
+        method: name of the method.
+        seed: seed of the run.
+        result: the measurement.
+        ratio: a perplexity over that of the same run at the training length; None: unknown.
+        folder: name of the question dataset, for scores.
     """
 
     method: str
     seed: int
-    result: Found
+    result: ResultType
     ratio: float | None = None
     folder: str | None = None
 
     @property
     def task(self) -> str | None:
-        """What its run is trained on, of several things."""
-        return self.result.algorithm if isinstance(self.result, AnswerResult) else self.folder
+        """Generated task or question dataset of the run; None for text."""
+        return self.result.algorithm if isinstance(self.result, ExactMatchResult) else self.folder
 
 
 @dataclass(frozen=True)
 class Perplexities:
-    """What a sweep on text found; ``trained_at`` in tokens.
+    """Perplexities of a sweep on one text.
 
-    ``others``: by name, the same of further texts. ``longer``: training lengths of methods that continue others.
+    Attributes:
+        results: results by method, seed and length.
+        train_length: training length in tokens.
+        other_texts: the same on further texts, by name.
+        continued_lengths: training lengths of methods that continue another method's training.
     """
 
-    rows: Sequence[Finding[TextResult]]
-    trained_at: int
-    others: Mapping[str, "Perplexities"] = field(default_factory=dict)
-    longer: Mapping[str, int] = field(default_factory=dict)
+    results: Sequence[SweepResult[TextResult]]
+    train_length: int
+    other_texts: Mapping[str, "Perplexities"] = field(default_factory=dict)
+    continued_lengths: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
-    def _by_encoding(self) -> dict[str, list[Finding[TextResult]]]:
-        return grouped(self.rows, lambda row: row.method)
+    def _by_encoding(self) -> dict[str, list[SweepResult[TextResult]]]:
+        return group_by(self.results, lambda row: row.method)
 
     @property
     def encodings(self) -> list[str]:
+        """Names of the methods with results."""
         return list(self._by_encoding)
 
-    def rows_of(self, encoding: str) -> list[Finding[TextResult]]:
-        """The results of one method, none if it has no result."""
+    def results_for(self, encoding: str) -> list[SweepResult[TextResult]]:
+        """Return the results of one method, or an empty list."""
         return self._by_encoding.get(encoding, [])
 
     @cached_property
     def lengths(self) -> list[int]:
-        return sorted({row.result.length for row in self.rows})
+        """All evaluation lengths, ascending."""
+        return sorted({row.result.length for row in self.results})
 
     @cached_property
     def shown_lengths(self) -> list[int]:
-        """The lengths that tables and descriptions show: all, or as many as can be read, the training length too."""
-        if len(self.lengths) <= SHOWN:
+        """Lengths for tables and descriptions: at most ``MAX_SHOWN_LENGTHS``, with the training length."""
+        if len(self.lengths) <= MAX_SHOWN_LENGTHS:
             return self.lengths
-        return sorted({*spaced(self.lengths, SHOWN - 1), *({self.trained_at} & set(self.lengths))})
+        return sorted({*log_spaced(self.lengths, MAX_SHOWN_LENGTHS - 1), *({self.train_length} & set(self.lengths))})
 
     @cached_property
     def _values(self) -> dict[str, dict[int, list[float]]]:
         return {
-            name: by_length((row.result.length, row.result.ppl) for row in own)
-            for name, own in self._by_encoding.items()
+            name: group_by_length((row.result.length, row.result.ppl) for row in rows)
+            for name, rows in self._by_encoding.items()
         }
 
-    def of(self, encoding: str) -> Mapping[int, list[float]]:
-        """By length, the perplexity of each seed."""
+    def values_by_length(self, encoding: str) -> Mapping[int, list[float]]:
+        """Return the perplexity of each seed by length."""
         return self._values.get(encoding, {})
 
-    def seeds(self, encoding: str) -> list[dict[int, float]]:
-        """The perplexity by length of each seed that was evaluated at its training length and beyond it."""
-        start = self.longer.get(encoding, self.trained_at)
-        own: dict[int, dict[int, float]] = {}
-        for row in self.rows_of(encoding):
-            own.setdefault(row.seed, {})[row.result.length] = row.result.ppl
-        return [one for one in own.values() if start in one and max(one) > start]
+    def seed_curves(self, encoding: str) -> list[dict[int, float]]:
+        """Return the perplexity by length for each seed that was evaluated at its training length and beyond."""
+        start = self.continued_lengths.get(encoding, self.train_length)
+        per_seed: dict[int, dict[int, float]] = {}
+        for row in self.results_for(encoding):
+            per_seed.setdefault(row.seed, {})[row.result.length] = row.result.ppl
+        return [curve for curve in per_seed.values() if start in curve and max(curve) > start]
 
-    def ratios(self, encoding: str) -> dict[int, list[float]]:
-        """By length, the perplexity of each seed over that of the same run at the training length."""
-        own = self.rows_of(encoding)
-        return by_length((row.result.length, row.ratio) for row in own if row.ratio is not None)
+    def ratios_by_length(self, encoding: str) -> dict[int, list[float]]:
+        """Return, by length, each seed's perplexity over that of the same run at the training length."""
+        rows = self.results_for(encoding)
+        return group_by_length((row.result.length, row.ratio) for row in rows if row.ratio is not None)
 
-    def means(self, encoding: str) -> dict[int, float]:
-        """By length, the mean over seeds."""
-        return {length: sum(values) / len(values) for length, values in self.of(encoding).items()}
+    def mean_by_length(self, encoding: str) -> dict[int, float]:
+        """Return the mean over seeds by length."""
+        return {length: sum(values) / len(values) for length, values in self.values_by_length(encoding).items()}
 
     @cached_property
     def shared_lengths(self) -> list[int]:
-        """At which every run was measured."""
+        """Lengths at which every run was evaluated."""
         runs: dict[tuple[str, int], set[int]] = {}
-        for row in self.rows:
+        for row in self.results:
             runs.setdefault((row.method, row.seed), set()).add(row.result.length)
-        return [n for n in self.lengths if all(n in own for own in runs.values())]
+        return [n for n in self.lengths if all(n in lengths for lengths in runs.values())]
 
-    def over_lengths(self, encoding: str) -> list[float]:
-        """Of each seed the mean of its perplexities at the lengths that all runs share."""
-        shared, found = set(self.shared_lengths), dict[int, list[float]]()
-        for row in self.rows_of(encoding):
+    def seed_means(self, encoding: str) -> list[float]:
+        """Return, for each seed, the mean perplexity over the lengths that all runs share."""
+        shared = set(self.shared_lengths)
+        per_seed: dict[int, list[float]] = {}
+        for row in self.results_for(encoding):
             if row.result.length in shared:
-                found.setdefault(row.seed, []).append(row.result.ppl)
-        return [sum(values) / len(values) for values in found.values()]
+                per_seed.setdefault(row.seed, []).append(row.result.ppl)
+        return [sum(values) / len(values) for values in per_seed.values()]
 
-    def ratio(self, encoding: str) -> float | None:
-        """At the longest length of all, the mean over seeds."""
-        at = self.lengths[-1]
-        return _mean(row.ratio for row in self.rows_of(encoding) if row.result.length == at)
+    def final_ratio(self, encoding: str) -> float | None:
+        """Return the mean over seeds of the ratio at the longest length of all, or None."""
+        longest = self.lengths[-1]
+        return _mean(row.ratio for row in self.results_for(encoding) if row.result.length == longest)
 
     def csv(self) -> str:
-        found = ((row, row.result) for row in self.rows)
+        """Return a CSV row for each result."""
+        rows = ((row, row.result) for row in self.results)
         return csv_text(
             ("encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed"),
-            ((row.method, one.length, one.ppl, one.loss_base2, one.tokens, row.ratio, row.seed) for row, one in found),
+            ((row.method, r.length, r.ppl, r.loss_base2, r.tokens, row.ratio, row.seed) for row, r in rows),
         )
 
 
 @dataclass(frozen=True)
-class ExactAnswers:
-    """What a sweep over algorithmic tasks found; of each task the most items in training and in evaluation.
+class Accuracies:
+    """Exact-match accuracies of a sweep over generated tasks.
 
-    ``ends``: by task and method, the most items for which its positions reach, where that is less than ``longest``.
+    Attributes:
+        results: results by task, method, seed and number of items.
+        train_items: largest number of items in training, by task.
+        max_items: largest number of items in evaluation, by task.
+        position_limits: by task and method, the largest number of items for which the method has positions, if that is
+            less than ``max_items``.
     """
 
-    rows: Sequence[Finding[AnswerResult]]
-    trained: Mapping[str, int]
-    longest: Mapping[str, int]
-    ends: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    results: Sequence[SweepResult[ExactMatchResult]]
+    train_items: Mapping[str, int]
+    max_items: Mapping[str, int]
+    position_limits: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @cached_property
-    def _by_task_and_method(self) -> dict[tuple[str, str], list[Finding[AnswerResult]]]:
-        return grouped(self.rows, lambda row: (row.result.algorithm, row.method))
+    def _by_task_and_method(self) -> dict[tuple[str, str], list[SweepResult[ExactMatchResult]]]:
+        return group_by(self.results, lambda row: (row.result.algorithm, row.method))
 
     @property
     def tasks(self) -> list[str]:
+        """Tasks with results."""
         return list(dict.fromkeys(task for task, _ in self._by_task_and_method))
 
     def methods(self, task: str | None = None) -> list[str]:
-        """Those with results, of one task or of any."""
-        return list(dict.fromkeys(method for of, method in self._by_task_and_method if task in (None, of)))
+        """Return the methods with results, of one task or of any."""
+        return list(dict.fromkeys(method for name, method in self._by_task_and_method if task in (None, name)))
 
-    def rows_of(self, task: str, method: str) -> list[Finding[AnswerResult]]:
-        """The results of one method on one task, none if it has no result."""
+    def results_for(self, task: str, method: str) -> list[SweepResult[ExactMatchResult]]:
+        """Return the results of one method on one task, or an empty list."""
         return self._by_task_and_method.get((task, method), [])
 
-    def of(self, task: str, method: str) -> dict[int, list[float]]:
-        """By number of items, the exact answers of each seed in per cent, the mean over depths where there are any."""
+    def values_by_length(self, task: str, method: str) -> dict[int, list[float]]:
+        """Return the accuracy of each seed in percent by number of items, averaged over depths."""
         runs: dict[tuple[int, int], list[float]] = {}
-        for row in self.rows_of(task, method):
+        for row in self.results_for(task, method):
             runs.setdefault((row.result.length, row.seed), []).append(100 * row.result.accuracy)
-        return by_length((length, sum(values) / len(values)) for (length, _), values in runs.items())
+        return group_by_length((length, sum(values) / len(values)) for (length, _), values in runs.items())
 
     @cached_property
-    def deep(self) -> list[str]:
-        """The tasks with depths."""
-        known = {row.result.algorithm for row in self.rows if row.result.depth is not None}
-        return [task for task in self.tasks if task in known]
+    def tasks_with_depths(self) -> list[str]:
+        """Tasks whose results have depths."""
+        with_depths = {row.result.algorithm for row in self.results if row.result.depth is not None}
+        return [task for task in self.tasks if task in with_depths]
 
-    def grid(self, task: str, method: str) -> dict[tuple[int, float], float]:
-        """By length and depth, the exact answers in per cent, the mean over seeds; nothing of a task without depths."""
+    def mean_by_length_and_depth(self, task: str, method: str) -> dict[tuple[int, float], float]:
+        """Return the mean accuracy over seeds in percent by length and depth; empty for tasks without depths."""
         cells: dict[tuple[int, float], list[float]] = {}
-        for row in self.rows_of(task, method):
+        for row in self.results_for(task, method):
             if row.result.depth is not None:
                 cells.setdefault((row.result.length, row.result.depth), []).append(100 * row.result.accuracy)
         return {key: sum(values) / len(values) for key, values in sorted(cells.items())}
 
-    def worst(self, task: str, method: str) -> dict[int, float]:
-        """By length, the exact answers in per cent at the depth with the fewest."""
-        found: dict[int, float] = {}
-        for (length, _), value in self.grid(task, method).items():
-            found[length] = min(value, found.get(length, value))
-        return found
+    def worst_depth_by_length(self, task: str, method: str) -> dict[int, float]:
+        """Return, by length, the accuracy in percent at the depth with the lowest one."""
+        worst: dict[int, float] = {}
+        for (length, _), value in self.mean_by_length_and_depth(task, method).items():
+            worst[length] = min(value, worst.get(length, value))
+        return worst
 
-    def reach(self, task: str, method: str) -> int | None:
-        """The longest length up to which ``HELD`` per cent are exact at every depth; ``None``: not even the first."""
-        reached = None
-        for length, value in self.worst(task, method).items():
-            if value < HELD:
+    def solved_length(self, task: str, method: str) -> int | None:
+        """Return the length up to which accuracy is at least ``SOLVED_PERCENT`` at every depth, or None."""
+        solved = None
+        for length, value in self.worst_depth_by_length(task, method).items():
+            if value < SOLVED_PERCENT:
                 break
-            reached = length
-        return reached
+            solved = length
+        return solved
 
-    def means(self, task: str, method: str) -> dict[str, float | None]:
-        """In per cent over the trained numbers of items, those beyond, and all; every number and seed weighs alike."""
-        found, trained, longest = self.of(task, method), self.trained[task], self.longest[task]
-        parts = {"trained": (1, trained), "beyond": (trained + 1, longest), "all": (1, longest)}
+    def mean_by_range(self, task: str, method: str) -> dict[str, float | None]:
+        """Return the mean accuracy in percent over trained numbers of items, those beyond, and all.
+
+        All numbers of items and seeds have the same weight.
+        """
+        values, train, longest = self.values_by_length(task, method), self.train_items[task], self.max_items[task]
+        ranges = {"trained": (1, train), "beyond": (train + 1, longest), "all": (1, longest)}
         return {
-            part: _mean(v for n in range(first, last + 1) for v in found.get(n, ()))
-            for part, (first, last) in parts.items()
+            name: _mean(value for n in range(first, last + 1) for value in values.get(n, ()))
+            for name, (first, last) in ranges.items()
         }
 
-    def ranges(self) -> str:
-        """In words, how many items each task has in training and in evaluation."""
+    def describe_ranges(self) -> str:
+        """Return in words how many items each task has in training and in evaluation."""
         return "; ".join(
-            f"{task}: {build(task).config.least} … {self.trained[task]} {build(task).unit} in training, "
-            f"up to {self.longest[task]} here"
+            f"{task}: {build(task).config.least} … {self.train_items[task]} {build(task).length_unit} in training, "
+            f"up to {self.max_items[task]} here"
             for task in self.tasks
         )
 
     def csv(self) -> str:
-        own = [(one.result, one) for one in self.rows]
-        head = ("task", "method", "seed", "items", "examples", "right", "accuracy", "positions")
-        lines = [
-            (r.algorithm, f.method, f.seed, r.length, r.examples, r.right, r.accuracy, r.transform) for r, f in own
-        ]
-        if not self.deep:
-            return csv_text(head, lines)
-        return csv_text((*head, "depth"), ((*line, r.depth) for line, (r, _) in zip(lines, own, strict=True)))
+        """Return a CSV row for each result."""
+        head = ["task", "method", "seed", "items", "examples", "right", "accuracy", "positions"]
+        rows = []
+        for row in self.results:
+            r = row.result
+            values = [r.algorithm, row.method, row.seed, r.length, r.examples, r.right, r.accuracy, r.transform]
+            rows.append([*values, r.depth] if self.tasks_with_depths else values)
+        return csv_text([*head, "depth"] if self.tasks_with_depths else head, rows)
 
 
-def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
-    """The rows by their keys, keys and rows in the order in which they come."""
-    found: dict[Key, list[Row]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Group items by a key; keys and items keep their order."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
-def by_length(found: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
-    values: dict[int, list[float]] = {}
-    for length, value in found:
-        values.setdefault(length, []).append(value)
-    return dict(sorted(values.items()))
+def group_by_length(pairs: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
+    """Group values by length, ascending."""
+    groups: dict[int, list[float]] = {}
+    for length, value in pairs:
+        groups.setdefault(length, []).append(value)
+    return dict(sorted(groups.items()))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    given = [value for value in values if value is not None]
-    return sum(given) / len(given) if given else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
-def asked(folder: SweepFolder, state: State) -> Iterator[tuple[str | None, Method, int, RunFolder]]:
-    """Task, if it is over tasks, method, seed and run of everything that a sweep compares."""
-    for task in state.tasks or (None,):
-        for method in map(state.method, state.encodings):
-            for seed in state.seeds:
-                yield task, method, seed, folder.run_of(method, seed, task)
+def planned_runs(folder: SweepFolder, record: SweepRecord) -> Iterator[tuple[str | None, Method, int, RunFolder]]:
+    """Yield task (None for text), method, seed and run folder of everything that a sweep compares."""
+    for task in record.tasks or (None,):
+        for method in map(record.method, record.encodings):
+            for seed in record.seeds:
+                yield task, method, seed, folder.run_folder(method, seed, task)
 
 
-def perplexities(folder: SweepFolder, state: State) -> Perplexities:
-    """Of a sweep on text, by method, seed and length; the texts that it is not trained on apart."""
-    if state.settings.tokens is None:
-        raise UserError(f"{folder.state_path} does not record the training length: run the sweep again")
-    named = {one.digest: name for name, one in state.evaluate.items()}
-    rows: dict[str | None, list[Finding[TextResult]]] = {None: [], **{name: [] for name in state.evaluate}}
-    for _, method, seed, run in asked(folder, state):
-        by_length: dict[str | None, dict[int, TextResult]] = {}
-        for one in measured(TextResult, run, method):
-            if one.subset == state.settings.subset:
-                by_length.setdefault(named.get(one.data), {})[one.length] = one
-        for name, found in by_length.items():
-            own = found.get(state.settings.tokens)
-            for _, one in sorted(found.items()):
-                rows[name].append(Finding(method.name, seed, one, one.ppl / own.ppl if own else None))
-    longer = {name: tokens for name in state.encodings if (tokens := state.method(name).further.tokens)}
-    at = state.settings.tokens
-    others = {name: Perplexities(own, at, longer=longer) for name, own in rows.items() if name is not None and own}
-    return Perplexities(rows[None], at, others, longer)
+def load_perplexities(folder: SweepFolder, record: SweepRecord) -> Perplexities:
+    """Read the results of a sweep on text.
+
+    Raises:
+        UserError: the sweep does not record its training length.
+    """
+    train_length = record.settings.tokens
+    if train_length is None:
+        raise UserError(f"{folder.record_path} does not record the training length: run the sweep again")
+    text_names = {text.digest: name for name, text in record.evaluate.items()}
+    rows: dict[str | None, list[SweepResult[TextResult]]] = {None: [], **{name: [] for name in record.evaluate}}
+    for _, method, seed, run in planned_runs(folder, record):
+        by_text: dict[str | None, dict[int, TextResult]] = {}
+        for result in current_results(TextResult, run, method):
+            if result.split == record.settings.split:
+                by_text.setdefault(text_names.get(result.data), {})[result.length] = result
+        for name, by_length in by_text.items():
+            base = by_length.get(train_length)
+            for _, result in sorted(by_length.items()):
+                rows[name].append(SweepResult(method.name, seed, result, result.ppl / base.ppl if base else None))
+    continued = {name: tokens for name in record.encodings if (tokens := record.method(name).further.tokens)}
+    other_texts = {
+        name: Perplexities(results, train_length, continued_lengths=continued)
+        for name, results in rows.items()
+        if name is not None and results
+    }
+    return Perplexities(rows[None], train_length, other_texts, continued)
 
 
-def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:
-    """Of a sweep over algorithmic tasks, by task, method, seed and number of items."""
-    split, rows = state.settings.subset, []
-    for task, method, seed, run in asked(folder, state):
-        found = measured(AnswerResult, run, method)
-        own = [one for one in found if (one.algorithm, one.split, one.unit) == (task, split, "items")]
-        rows += [Finding(method.name, seed, one) for one in sorted(own, key=lambda one: (one.length, one.depth or 0))]
-    built = {task: build(task) for task in state.algorithms}
-    longest = {part: {task: one.longest(part) for task, one in built.items()} for part in ("train", split)}
-    methods = map(state.method, state.encodings)
-    reached = {(task, m.name): most_items(m.positions_eval, built[task], split) for m in methods for task in built}
-    ends = {of: most for of, most in reached.items() if most is not None}
-    return ExactAnswers(rows, longest["train"], longest[split], ends)
+def load_accuracies(folder: SweepFolder, record: SweepRecord) -> Accuracies:
+    """Read the results of a sweep over generated tasks."""
+    split, rows = record.settings.split, []
+    for task, method, seed, run in planned_runs(folder, record):
+        results = [
+            result
+            for result in current_results(ExactMatchResult, run, method)
+            if (result.algorithm, result.split, result.unit) == (task, split, "items")
+        ]
+        results.sort(key=lambda result: (result.length, result.depth or 0))
+        rows += [SweepResult(method.name, seed, result) for result in results]
+    tasks = {task: build(task) for task in record.algorithms}
+    longest = {name: {task: built.max_length(name) for task, built in tasks.items()} for name in ("train", split)}
+    limits = {
+        (task, method.name): max_items(method.positions_eval, built, split)
+        for method in map(record.method, record.encodings)
+        for task, built in tasks.items()
+    }
+    position_limits = {key: limit for key, limit in limits.items() if limit is not None}
+    return Accuracies(rows, longest["train"], longest[split], position_limits)
 
 
-def measured(kind: type[Found], run: RunFolder, method: Method, which: Which = "last") -> list[Found]:
-    """A method's results that belong to the checkpoint of its finished run, with nothing else of it changed."""
-    record = run.checkpoints.record()
+def current_results(
+    kind: type[ResultType], run: RunFolder, method: Method, which: CheckpointKind = "last"
+) -> list[ResultType]:
+    """Read the results that belong to a method's settings and to the checkpoint of its finished run.
+
+    A result counts only if it has the checkpoint's digest, the method's ``positions_eval`` and ``rpe_eval``, the
+    default number of position samples, and replaces nothing else. If there are results with one sample for all blocks
+    and with one sample for each block, the latter count.
+
+    Args:
+        kind: type of the results.
+        run: run folder.
+        method: the method.
+        which: checkpoint of the run, last or best.
+    """
+    record = run.checkpoints.read_record()
     if record is None:
         return []
-    drawn = records.draws_of(method.positions_eval)
-    found = [
+    draws = records.default_draws(method.positions_eval)
+    results = [
         result
-        for result in records.read(kind, run.results)
+        for result in records.read_results(kind, run.results)
         if result.checkpoint == record.finished.digest(which)
         and (result.positions, result.rpe) == (method.positions_eval, method.rpe_eval)
-        and result.draws in (None, drawn)
+        and result.draws in (None, draws)
         and not any(getattr(result, key, None) for key in ("compute_dtype", "attention_prune"))
         and not any(getattr(result, key, None) is not None for key in ("blocks", "separate_documents"))
     ]
-    # an older version drew random positions once for all blocks, and its results stand until there are others
-    return list(
-        {replace(result.key, draws=None): result for result in sorted(found, key=lambda one: one.draws or 0)}.values()
-    )
+    # earlier versions drew random positions once for all blocks (draws=None): newer results override theirs
+    results.sort(key=lambda result: result.draws or 0)
+    return list({replace(result.key, draws=None): result for result in results}.values())

@@ -1,4 +1,4 @@
-"""Writes a sweep's report: tables, figures, TensorBoard and the page."""
+"""Writes a sweep's report: tables, figures, TensorBoard files and the HTML page."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,80 +6,87 @@ from functools import partial
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.figures import style
 from fairseq_rpe.reports import extrapolation_definition, page, tensorboard
-from fairseq_rpe.reports.chapters import asked_questions, exact_match, perplexities, published_comparison, training
+from fairseq_rpe.reports.chapters import exact_match, perplexities, published_comparison, question_answering, training
 from fairseq_rpe.reports.extrapolation_definition import DELTA
-from fairseq_rpe.reports.page import Findings, Section
-from fairseq_rpe.reports.question_scores import Scores, collect
-from fairseq_rpe.reports.report_files import Places
+from fairseq_rpe.reports.page import ReportContent, Section
+from fairseq_rpe.reports.question_scores import Scores, load_results
+from fairseq_rpe.reports.report_files import ReportFiles
 from fairseq_rpe.reports.sweep_results import Perplexities
-from fairseq_rpe.sweeps.sweep_record import State, SweepFolder
+from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord
 from fairseq_rpe.utils.files import atomic_write
-from fairseq_rpe.utils.table import latex_text
+from fairseq_rpe.utils.table import join_latex
 
 
-def check(folder: SweepFolder, delta: float | None) -> State:
-    """What is on record of a sweep that ``delta`` can be asked of.
+def check_delta(folder: SweepFolder, delta: float | None) -> SweepRecord:
+    """Read a sweep's record and check that ``delta`` applies to it.
 
-    Raises UserError: the folder holds no sweep, or one that is not on text and ``delta`` is given.
+    Raises:
+        UserError: the folder is not that of a sweep, or ``delta`` is given for a sweep that is not on text.
     """
-    state = folder.state()
-    if delta is not None and state.kind != "text":
-        what = "counts exact answers" if state.kind == "algorithms" else "scores answers"
-        raise UserError(f"--delta is about perplexity and {folder.path} {what}: drop it")
-    return state
+    record = folder.read_record()
+    if delta is not None and record.kind != "text":
+        measured = "exact-match accuracies" if record.kind == "algorithms" else "scores of answers"
+        raise UserError(f"--delta is about perplexity and {folder.path} has {measured}: drop it")
+    return record
 
 
-def write(folder: SweepFolder, delta: float | None = None, width: str | None = None, latex: bool = False) -> Section:
+def write_report(
+    folder: SweepFolder, delta: float | None = None, width: str | None = None, latex: bool = False
+) -> Section:
     """Write a sweep's report into its folder.
 
     Args:
-        folder: of the sweep.
-        delta: δ of Definition 0.1, ``DELTA`` without one.
-        width: ``column`` or ``page`` of a paper, for the PNG and PDF figures; the page's figures fit a screen.
-        latex: whether the tables are written as LaTeX as well.
+        folder: folder of the sweep.
+        delta: δ of Definition 0.1; None: ``DELTA``.
+        width: ``column`` or ``page`` of a paper, for the PNG and PDF figures; figures on the page fit a screen.
+        latex: whether to write the tables as LaTeX, too.
 
     Returns:
-        What the page says about the sweep.
+        The section of the HTML page.
 
     Raises:
-        UserError: what :func:`check` refuses, or none of its runs is finished.
+        UserError: :func:`check_delta` refuses the sweep, or none of its runs is finished.
     """
-    state = published_comparison.completed(check(folder, delta))
-    found, at, runs = collect(folder, state), Places(folder, state), training.runs(folder, state)
-    others = []
-    build: Callable[[], Findings]
-    if isinstance(found, Perplexities):
-        judged = extrapolation_definition.judge(found, extrapolation_definition.predict(folder, state))
-        others.append(extrapolation_definition.csv(judged, delta or DELTA))
-        theory = extrapolation_definition.blocks(judged, found.trained_at, delta or DELTA)
-        build = partial(perplexities.findings, state, runs, found, theory)
-    elif isinstance(found, Scores):
-        build = partial(asked_questions.findings, state, runs, found)
+    record = published_comparison.upgrade_record(check_delta(folder, delta))
+    results, files, runs = load_results(folder, record), ReportFiles(folder, record), training.load_runs(folder, record)
+    extra_tables = []
+    build: Callable[[], ReportContent]
+    if isinstance(results, Perplexities):
+        predictions = extrapolation_definition.predict_verdicts(folder, record)
+        verdicts = extrapolation_definition.observe_verdicts(results, predictions)
+        extra_tables.append(extrapolation_definition.verdict_csv(verdicts, delta or DELTA))
+        theory = extrapolation_definition.definition_blocks(verdicts, results.train_length, delta or DELTA)
+        build = partial(perplexities.build_content, record, runs, results, theory)
+    elif isinstance(results, Scores):
+        build = partial(question_answering.build_content, record, runs, results)
     else:
-        build = partial(exact_match.findings, state, runs, found)
-    made = build()
-    parts = [*made.parts, *training.parts(state, runs), page.measurements(len(found.rows), made.every, at.results.name)]
+        build = partial(exact_match.build_content, record, runs, results)
+    content = build()
+    measurements = page.measurements_part(len(results.results), content.build_measurements, files.results.name)
+    parts = [*content.parts, *training.run_parts(record, runs), measurements]
     section = Section(
         name=folder.path.resolve().name,
-        title=state.title or "",
-        lead=made.lead,
-        facts=training.facts(state, runs),
-        parts=[part for part in parts if part.blocks],
-        text=at.text(made.markdown),
+        title=record.title or "",
+        lead=content.lead,
+        facts=training.setting_facts(record, runs),
+        parts=[chapter for chapter in parts if chapter.blocks],
+        text=files.summary(content.markdown),
     )
-    with style.drawn_at(width):
-        drawn = build() if width else made
-        style.save(drawn.figure, *at.figures)
-        for name, figure in drawn.others.items():
-            style.save(figure, *at.drawn[name])
+    with style.figures_at_width(width):
+        figures = build() if width else content
+        style.save(figures.figure, *files.figures)
+        for name, figure in figures.other_figures.items():
+            style.save(figure, *files.extra_figures[name])
     if latex:
-        atomic_write(at.latex, latex_text(page.tables(made.parts)))
-    tensorboard.write(folder, state, found, at.evaluation)
-    page.write([section], at.page)
-    for path, text in zip(at.others, others, strict=True):
+        atomic_write(files.latex, join_latex(page.collect_tables(content.parts)))
+    tensorboard.write_tensorboard(folder, record, results, files.evaluation)
+    page.write_page([section], files.page)
+    for path, text in zip(files.extra_tables, extra_tables, strict=True):
         atomic_write(path, text)
-    for name, of in found.others.items() if isinstance(found, Perplexities) else ():
-        atomic_write(at.texts[name][0], of.csv())
-    atomic_write(at.table, made.markdown)
-    atomic_write(at.results, found.csv())
+    if isinstance(results, Perplexities):
+        for name, text_results in results.other_texts.items():
+            atomic_write(files.texts[name][0], text_results.csv())
+    atomic_write(files.table, content.markdown)
+    # last: the report is current if this file has the current numbers
+    atomic_write(files.results, results.csv())
     return section

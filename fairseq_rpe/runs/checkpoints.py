@@ -1,100 +1,129 @@
-"""Which checkpoint of a folder can be trusted, and what it holds: settings, weights, the encodings that it learned."""
+"""Reads checkpoints of fairseq with their encodings, and recovers the newest intact checkpoint of a folder."""
 
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_rpe.checkpoints import checkpoint, checkpoint_file
-from fairseq_rpe.checkpoints.checkpoint import State
+from fairseq_rpe.checkpoints.checkpoint import Checkpoint
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding, from_checkpoint
-from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
+from fairseq_rpe.encodings.model_rotation import complete_spec_for_checkpoint
 from fairseq_rpe.runs.run_folder import CheckpointFolder
-from fairseq_rpe.utils.files import replace_with
+from fairseq_rpe.utils.files import write_via_temporary
 
 
 @dataclass(frozen=True)
-class Checkpoint(State):
-    """A checkpoint of fairseq's, and what is ours in it."""
+class RpeCheckpoint(Checkpoint):
+    """A checkpoint of fairseq with access to the encoding of its model."""
 
     @property
     def arch(self) -> str:
+        """Name of the architecture."""
         return str(self.model.get("arch") or self.model.get("_name"))
 
     @property
     def encoding(self) -> str:
-        """The spec string that the model was trained with, or its architecture's name if it has none."""
+        """Spec of the encoding, or the name of the architecture of a model without one."""
         return str(self.model.get("rpe") or self.arch)
 
-    def require_ours(self, otherwise: str = "") -> None:
-        """Refuse a checkpoint of another model; ``otherwise``: a further remedy.
+    def require_rpe_model(self, otherwise: str = "") -> None:
+        """Check that the model is one of this package.
 
-        Raises UserError: it has no encoding of this plugin.
+        Args:
+            otherwise: further remedy, for the message.
+
+        Raises:
+            UserError: the model has no encoding of this package.
         """
         if "rpe" not in self.model:
             raise UserError(
                 f"{self.path} is not of this plugin (its model is '{self.arch}'): name a transformer_rpe_lm{otherwise}"
             )
 
-    def complete(self, spec: str) -> str:
-        """Return ``spec``, an encoding to replace the model's, with the model's rotation where it leaves it open.
+    def complete_spec(self, spec: str) -> str:
+        """Complete the spec of an encoding with the model's rotation.
 
         Args:
-            spec: an encoding; one of the user's own is to be registered before.
+            spec: encoding that replaces the model's; one from a user's module must be registered.
 
         Returns:
-            The spec, unchanged where nothing is missing.
+            The spec, unchanged if it states the rotation.
 
         Raises:
-            UserError: it is not valid, or contradicts the rotation that the model was trained with.
+            UserError: the spec is not valid, or contradicts the rotation that the model was trained with.
         """
-        return complete_for_checkpoint(spec, str(self.model["rpe"])) if "rpe" in self.model else spec
+        return complete_spec_for_checkpoint(spec, str(self.model["rpe"])) if "rpe" in self.model else spec
 
-    def learned(self) -> list[Encoding]:
-        """The encodings with their parameters, one for the model or one per layer, without fairseq.
+    def load_encodings(self) -> list[Encoding]:
+        """Build the trained encodings without importing fairseq; those of a user's module must be registered.
 
-        One of the user's own is to be registered before. Raises UserError: they are of another model, or damaged.
+        Returns:
+            One encoding for the model, or one per layer.
+
+        Raises:
+            UserError: the model is not of this package, or its encodings are damaged.
         """
-        self.require_ours()
-        return from_checkpoint.restore(self)
+        self.require_rpe_model()
+        return from_checkpoint.restore_encodings(self)
 
 
-def load(path: Path) -> Checkpoint:
-    """Read a checkpoint; runs no code from the file.
+def load(path: Path) -> RpeCheckpoint:
+    """Read a checkpoint without running code from the file.
 
-    Raises UserError: it is missing, damaged, not fairseq's, or holds what no training leaves behind.
+    Args:
+        path: file of the checkpoint.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        UserError: the file is missing, damaged, not fairseq's, or has contents that no training writes.
     """
-    return Checkpoint(**vars(checkpoint.load(path)))
+    return RpeCheckpoint(**vars(checkpoint.load_checkpoint(path)))
 
 
 def is_intact(path: Path) -> bool:
-    """True for a whole file of torch's, every part of it with the right checksum."""
+    """Return whether a file is a complete file of torch with correct checksums."""
     try:
-        checkpoint_file.check(path)
+        checkpoint_file.check_file(path)
     except UserError:
         return False
     return True
 
 
-def newest(folder: CheckpointFolder) -> tuple[int, Path | None]:
-    """The updates behind the newest intact checkpoint of ``folder`` and its file; 0: none is intact."""
-    found = {p: load(p).updates or 0 for p in folder.path.glob("checkpoint*.pt") if is_intact(p)}
-    if not found:
+def find_newest(folder: CheckpointFolder) -> tuple[int, Path | None]:
+    """Find the newest intact checkpoint of a folder.
+
+    Args:
+        folder: folder of the checkpoints.
+
+    Returns:
+        Updates and path of the checkpoint; (0, None) if none is intact.
+    """
+    updates = {p: load(p).num_updates or 0 for p in folder.path.glob("checkpoint*.pt") if is_intact(p)}
+    if not updates:
         return 0, None
-    # Among equals the last one: then there is nothing to copy.
-    path = max(found, key=lambda p: (found[p], p == folder.last))
-    return found[path], path
+    # checkpoint_last.pt wins a tie: then there is nothing to copy
+    path = max(updates, key=lambda p: (updates[p], p == folder.last))
+    return updates[path], path
 
 
 def recover_last(folder: CheckpointFolder) -> int:
-    """Make ``checkpoint_last.pt`` the newest intact checkpoint of ``folder``; returns its updates.
+    """Make ``checkpoint_last.pt`` the newest intact checkpoint of a folder.
 
-    fairseq writes one file safely and then copies it over ``checkpoint_last.pt``, so a kill during
-    the copy leaves the last one broken or old while the newest lies beside it. 0: none is intact.
+    fairseq writes a new file and then copies it over ``checkpoint_last.pt``. A kill during the copy leaves
+    ``checkpoint_last.pt`` broken or old, and the newest checkpoint in the new file.
+
+    Args:
+        folder: folder of the checkpoints.
+
+    Returns:
+        Updates of the checkpoint, 0 if none is intact.
     """
-    updates, path = newest(folder)
+    updates, path = find_newest(folder)
     if path is None:
         folder.last.unlink(missing_ok=True)
     elif path != folder.last:
-        replace_with(folder.last, lambda target: shutil.copyfile(path, target))
+        write_via_temporary(folder.last, lambda target: shutil.copyfile(path, target))
     return updates

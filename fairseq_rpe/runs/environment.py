@@ -1,4 +1,4 @@
-"""What a run was trained with: versions, machine, place and time, noted whenever its training starts."""
+"""Records the environment of a training at each start: time, versions, machine and folder."""
 
 import datetime
 import os
@@ -9,39 +9,55 @@ from pathlib import Path
 
 from fairseq_rpe import __version__
 from fairseq_rpe.runs import processes
-from fairseq_rpe.runs.run_folder import Start
+from fairseq_rpe.runs.run_folder import TrainingStart
 from fairseq_rpe.utils import devices
-from fairseq_rpe.utils.files import PACKAGE
+from fairseq_rpe.utils.files import PACKAGE_DIR
 
 _FAIRSEQ = ("ve-fairseq", "fairseq")
 
 
-def now(from_update: int, threads: str, device: str) -> Start:
-    """This start of a training: at update 0, or after ``from_update`` of them; without importing torch."""
-    return Start(
+def current_start(from_update: int, threads: str, device: str) -> TrainingStart:
+    """Describe the current start of a training, without importing torch.
+
+    Args:
+        from_update: updates done before this start.
+        threads: value of OMP_NUM_THREADS.
+        device: value of ``--device``.
+
+    Returns:
+        The record of this start.
+    """
+    return TrainingStart(
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         from_update=from_update,
         fairseq_rpe=__version__,
-        commit=commit(PACKAGE),
+        commit=git_commit(PACKAGE_DIR),
         fairseq=next((f"{name} {v}" for name in _FAIRSEQ if (v := _version(name))), None),
         torch=_version("torch"),
         python=platform.python_version(),
         system=platform.platform(),
         processor=_processor(),
-        cores=processes.cores(),
-        gpus=devices.gpus() if device != "cpu" else (),
+        cores=processes.available_cores(),
+        gpus=devices.gpu_names() if device != "cpu" else (),
         working_folder=os.getcwd(),
         threads=threads,
     )
 
 
-def commit(folder: Path) -> str | None:
-    """The git commit of a folder, with a note if its files differ from it; nothing where git does not track it."""
-    if _said("git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py") is None:
+def git_commit(folder: Path) -> str | None:
+    """Return the git commit of a folder.
+
+    Args:
+        folder: folder of a Python package.
+
+    Returns:
+        The commit, followed by "with changes" if files of the folder differ from it; None if git does not track it.
+    """
+    if _output_of("git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    found = _said("git", "-C", str(folder), "rev-parse", "HEAD")
-    changed = _said("git", "-C", str(folder), "status", "--porcelain", "--", ".")
-    return f"{found} with changes" if found and changed else found
+    head = _output_of("git", "-C", str(folder), "rev-parse", "HEAD")
+    changes = _output_of("git", "-C", str(folder), "status", "--porcelain", "--", ".")
+    return f"{head} with changes" if head and changes else head
 
 
 def _version(name: str) -> str | None:
@@ -60,8 +76,8 @@ def _processor() -> str:
     return next(names, None) or platform.processor() or platform.machine()
 
 
-def _said(*command: str) -> str | None:
-    """What a command prints, nothing if it is missing or fails."""
+def _output_of(*command: str) -> str | None:
+    """Return what a command prints, None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
-"""How a training run is started: fairseq-train, or torchrun with one fairseq-train per process and node.
+"""Starts a training: fairseq-train, or torchrun with one fairseq-train per process and node.
 
-``python -m fairseq_rpe.runs.launch`` is what is started: fairseq-train, which ends with us and loads less.
+``python -m fairseq_rpe.runs.launch`` is fairseq-train with faster imports; it ends when its parent ends.
 """
 
 import logging
@@ -14,36 +14,48 @@ from typing import IO
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import processes, training_data
-from fairseq_rpe.runs.child_output import Ending, Relay
-from fairseq_rpe.runs.progress_view import View
-from fairseq_rpe.runs.settings import PROGRESS, Plan, Request
+from fairseq_rpe.runs.child_output import ChildExit, OutputRelay
+from fairseq_rpe.runs.progress_view import ProgressView
+from fairseq_rpe.runs.settings import PROGRESS, TrainingPlan, TrainingRequest
 from fairseq_rpe.utils import devices
-from fairseq_rpe.utils.child_processes import interpreter, module_command
-from fairseq_rpe.utils.files import PACKAGE
+from fairseq_rpe.utils.child_processes import module_command, python_command
+from fairseq_rpe.utils.files import PACKAGE_DIR
 
 _FIRST_PORT, _PORTS = 20000, 10000
-# what SLURM is asked when the job has begun; the same that ``here`` finds out
+# shell expressions that a SLURM job evaluates to what ``current_node`` returns
 _NODE_RANK = "$SLURM_NODEID"
 _MASTER = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 
 @dataclass(frozen=True)
 class Node:
-    """One of the machines that train a run together: its number, and HOST:PORT where they meet (several only)."""
+    """One of the machines that train a run together.
+
+    Attributes:
+        rank: index of the node, or a shell expression for it.
+        master: HOST:PORT at which several nodes meet, None for a single node.
+    """
 
     rank: str = "0"
     master: str | None = None
 
     @property
-    def first(self) -> bool:
-        """Whether it is the one that writes the run's folder."""
+    def is_first(self) -> bool:
+        """Whether this node writes the folder of the run."""
         return self.rank == "0"
 
 
-def here(request: Request) -> Node:
-    """This node, as the command line says or else as SLURM does.
+def current_node(request: TrainingRequest) -> Node:
+    """Identify this node from the request or, without ``node_rank`` and ``master``, from SLURM's environment.
 
-    Raises UserError: neither says it, or they do not fit ``--nodes``.
+    Args:
+        request: options of the training.
+
+    Returns:
+        The node.
+
+    Raises:
+        UserError: rank or address are unknown, or do not fit ``--nodes``.
     """
     nodes = request.nodes
     if nodes == 1:
@@ -51,45 +63,57 @@ def here(request: Request) -> Node:
             raise UserError("--node-rank and --master are for several nodes: give --nodes too")
         return Node()
     if "SLURM_NNODES" in os.environ and int(os.environ["SLURM_NNODES"]) != nodes:
-        raise UserError(f"--nodes {nodes}: this SLURM job has {os.environ['SLURM_NNODES']}: name as many")
+        raise UserError(f"--nodes {nodes}: this SLURM job has {os.environ['SLURM_NNODES']}: give --nodes as many")
     rank = os.environ.get("SLURM_NODEID") if request.node_rank is None else str(request.node_rank)
     if rank is None:
-        raise UserError(f"--nodes {nodes}: say which of them this is, with --node-rank 0 to {nodes - 1}")
+        raise UserError(f"--nodes {nodes}: name this one with --node-rank 0 to {nodes - 1}")
     if int(rank) >= nodes:
         raise UserError(f"--node-rank {rank}: {nodes} nodes are numbered 0 to {nodes - 1}")
     master = request.master or _slurm_master()
     if master is None:
-        raise UserError(f"--nodes {nodes}: say where they meet, with --master HOST:PORT of the first node")
+        raise UserError(f"--nodes {nodes}: give the address of the first node with --master HOST:PORT")
     return Node(rank, master)
 
 
-def in_slurm(request: Request) -> Node:
-    """What ``here`` will find in a SLURM job, as the words of a shell."""
+def slurm_node(request: TrainingRequest) -> Node:
+    """Return the node of a future SLURM job as shell expressions for :func:`shell_line`."""
     port = f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
     return Node(_NODE_RANK, f"{_MASTER}:{port}") if request.nodes > 1 else Node()
 
 
-def shown(words: list[str]) -> str:
-    """A command as a line for a shell, which fills in what ``in_slurm`` left to it."""
+def shell_line(words: list[str]) -> str:
+    """Quote a command for a shell; words that begin with $ stay shell expressions."""
     return " ".join(word if word.startswith("$") else shlex.quote(word) for word in words)
 
 
 def _slurm_master() -> str | None:
-    """The first host of this SLURM job, with a port that another job on it would not choose."""
+    """Return the first host of this SLURM job with a port derived from the job's number; None outside SLURM."""
     names, job = os.environ.get("SLURM_JOB_NODELIST"), os.environ.get("SLURM_JOB_ID")
     if not names or not job:
         return None
     try:
         from submitit.slurm.slurm import SlurmJobEnvironment
     except ImportError:
-        raise UserError("this SLURM job's first host is not known without submitit: name it with --master") from None
+        raise UserError(
+            "the first host of this SLURM job is unknown without submitit: give --master HOST:PORT"
+        ) from None
     return f"{SlurmJobEnvironment().hostnames[0]}:{_FIRST_PORT + int(re.sub('[^0-9]', '', job)) % _PORTS}"
 
 
-def command(request: Request, plan: Plan, node: Node, gpus: int) -> list[str]:
-    """The command that trains on this node, with its ``gpus`` or, if 0, on its processors."""
+def training_command(request: TrainingRequest, plan: TrainingPlan, node: Node, gpus: int) -> list[str]:
+    """Return the command that trains on a node.
+
+    Args:
+        request: options of the training.
+        plan: what the request resolves to.
+        node: the node.
+        gpus: GPUs to train on; 0 for processors.
+
+    Returns:
+        Program and arguments.
+    """
     flags = _fairseq_flags(request, plan)
-    if request.world == 1:
+    if request.world_size == 1:
         on_cpu = ["--cpu"] if request.device == "cpu" else []
         return module_command("fairseq_rpe.runs.launch", *flags, *on_cpu, "--distributed-world-size", "1")
     torchrun = module_command("torch.distributed.run", "--nproc-per-node", str(request.nproc))
@@ -99,50 +123,50 @@ def command(request: Request, plan: Plan, node: Node, gpus: int) -> list[str]:
         host, _, port = node.master.rpartition(":")
         torchrun += ["--nnodes", str(request.nodes), "--node-rank", node.rank]
         torchrun += ["--master-addr", host, "--master-port", port]
-    # torch's own DistributedDataParallel, fairseq's default, is asked for a GPU by fairseq
-    kind = [] if gpus else ["--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
-    world = ["--distributed-world-size", str(request.world)]
-    # torchrun starts the interpreter itself, and its children inherit PYTHONSAFEPATH; words after sys.executable -P, if
-    # any, are a script
-    trainer = [*interpreter()[2:], "-m", "fairseq_rpe.runs.launch"]
-    return [*torchrun, *trainer, *flags, *kind, *world]
+    # fairseq's default wraps torch's DistributedDataParallel with a GPU, so processors need legacy_ddp
+    device_flags = [] if gpus else ["--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
+    world = ["--distributed-world-size", str(request.world_size)]
+    # torchrun starts the interpreter itself, and its children inherit PYTHONSAFEPATH; words after ``sys.executable -P``
+    # are a script
+    trainer = [*python_command()[2:], "-m", "fairseq_rpe.runs.launch"]
+    return [*torchrun, *trainer, *flags, *device_flags, *world]
 
 
-def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
-    """The flags of fairseq-train, except where it runs."""
+def _fairseq_flags(request: TrainingRequest, plan: TrainingPlan) -> list[str]:
+    """Return the flags of fairseq-train, without those for devices and processes."""
     s = plan.settings
     if request.algorithm:
         flags = ["--task", "rpe_algorithmic", "--algorithm", s.data or "", "--criterion", "answer_cross_entropy"]
-    elif training_data.asks(request.data):
+    elif training_data.is_question_data(request.data):
         flags = [str(request.data), "--task", "rpe_answers", "--criterion", "answer_cross_entropy"]
         flags += ["--tokens-per-sample", str(s.tokens)]
     elif s.blocks is not None or s.separate_documents:
         flags = [str(request.data), "--task", "rpe_language_modeling", "--criterion", "lm_cross_entropy"]
-        flags += ["--blocks", s.usual("blocks"), *(["--separate-documents"] if s.separate_documents else [])]
+        flags += ["--blocks", s.effective("blocks"), *(["--separate-documents"] if s.separate_documents else [])]
         flags += ["--tokens-per-sample", str(s.tokens)]
     else:
         flags = [str(request.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
         flags += ["--sample-break-mode", "none", "--tokens-per-sample", str(s.tokens)]
-    flags += ["--user-dir", str(PACKAGE), "--arch", s.arch]
+    flags += ["--user-dir", str(PACKAGE_DIR), "--arch", s.arch]
     flags += ["--rpe", s.rpe, "--rpe-share", s.rpe_share, "--attention-backend", request.attention_backend]
     flags += ["--positions-train", s.positions_train]
     if s.blocks == "document":
-        # rows of one document may be short: as many of them as make up the tokens of full ones
+        # rows of single documents may be short, so the batch is limited in tokens
         flags += ["--max-tokens", str(s.batch_sentences * s.tokens), "--required-batch-size-multiple", "1"]
     else:
         flags += ["--batch-size", str(s.batch_sentences)]
     flags += ["--update-freq", str(s.update_freq)]
-    flags += ["--optimizer", "adam", "--adam-betas", str(s.usual("betas"))]
-    flags += ["--weight-decay", repr(s.usual("weight_decay")), "--clip-norm", repr(s.usual("clip_norm"))]
+    flags += ["--optimizer", "adam", "--adam-betas", str(s.effective("betas"))]
+    flags += ["--weight-decay", repr(s.effective("weight_decay")), "--clip-norm", repr(s.effective("clip_norm"))]
     flags += ["--lr", repr(s.lr), "--warmup-updates", str(s.warmup)]
     if s.schedule == "linear":
         flags += ["--lr-scheduler", "polynomial_decay", "--total-num-update", str(s.last_update)]
     elif s.schedule == "cosine":
-        flags += ["--lr-scheduler", "cosine", "--min-lr", repr(s.usual("min_lr")), "--warmup-init-lr", "1e-7"]
+        flags += ["--lr-scheduler", "cosine", "--min-lr", repr(s.effective("min_lr")), "--warmup-init-lr", "1e-7"]
     else:
         flags += ["--lr-scheduler", "inverse_sqrt", "--warmup-init-lr", "1e-7"]
     flags += ["--dropout", repr(s.dropout), "--seed", str(s.seed), "--max-update", str(plan.updates)]
-    flags += ["--save-dir", str(request.save_dir), "--save-interval-updates", str(plan.save_every)]
+    flags += ["--save-dir", str(request.out), "--save-interval-updates", str(plan.save_every)]
     flags += ["--keep-interval-updates", "1", "--no-epoch-checkpoints", "--num-workers", "0"]
     log_format = "json" if request.log_format == PROGRESS else request.log_format
     flags += ["--log-format", log_format, "--log-interval", str(request.log_interval)]
@@ -152,7 +176,7 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
         "--rpe-module": request.rpe_module,
         "--finetune-from-model": request.finetune_from,
         "--tensorboard-logdir": request.tensorboard,
-        "--rpe-inspect-every": request.inspect_every,
+        "--rpe-log-encodings-every": request.log_encodings_every,
         "--attention-dropout": s.attention_dropout,
         "--activation-dropout": s.activation_dropout,
         "--activation-fn": s.activation_fn,
@@ -163,52 +187,80 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
     return flags + list(request.extra)
 
 
-def gpus(request: Request, dry: bool = False) -> int:
-    """How many GPUs a run finds here, 0: it trains on processors, or fairseq chooses; ``dry``: only suppose.
+def count_gpus(request: TrainingRequest, dry: bool = False) -> int:
+    """Return the number of GPUs on this machine that a training uses.
 
-    Raises UserError: fewer than asked for.
+    Args:
+        request: options of the training.
+        dry: do not check that the GPUs exist.
+
+    Returns:
+        GPUs; 0 if the training runs on processors or fairseq chooses the device.
+
+    Raises:
+        UserError: there are fewer GPUs or cores than requested.
     """
-    if request.device == "auto" and request.world == 1:
+    if request.device == "auto" and request.world_size == 1:
         return 0
     if dry and request.device == "cpu":
         return 0
     if dry:
-        return request.nproc if request.device == "cuda" else len(devices.gpus())
-    found = len(devices.check(request.device, request.nproc))
-    if not found and request.nproc > (most := max(16, 4 * processes.cores())):
-        raise UserError(f"--nproc {request.nproc}: the {processes.cores()} cores here take {most} at most")
-    return found
+        return request.nproc if request.device == "cuda" else len(devices.gpu_names())
+    count = len(devices.visible_gpus(request.device, request.nproc))
+    if not count and request.nproc > (most := max(16, 4 * processes.available_cores())):
+        raise UserError(f"--nproc {request.nproc}: the {processes.available_cores()} cores here take {most} at most")
+    return count
 
 
-def threads(request: Request) -> str:
-    """Threads of each process."""
-    number = request.defaults.threads or max(1, processes.cores() // request.nproc)
+def threads_per_process(request: TrainingRequest) -> str:
+    """Return the threads of each process: OMP_NUM_THREADS, the default of the architecture, or a share of the cores."""
+    number = request.defaults.threads or max(1, processes.available_cores() // request.nproc)
     return os.environ.get("OMP_NUM_THREADS", str(number))
 
 
-def keep_memory(used: int) -> dict[str, str]:
-    """Settings of glibc's malloc for training on ``used`` GPUs, those of the user excepted.
+def malloc_settings(used: int) -> dict[str, str]:
+    """Return environment variables for glibc's malloc that keep memory for the next update.
 
-    On a CPU it would otherwise give large tensors back to the kernel and fetch them again, page by page, each update.
+    On a CPU malloc otherwise returns large tensors to the kernel and fetches them again, page by page, in each update.
+
+    Args:
+        used: GPUs of the training; with any, no variables are needed.
+
+    Returns:
+        Variables that the user has not set.
     """
     keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     return {} if used else {name: value for name, value in keep.items() if name not in os.environ}
 
 
-def launch(
-    request: Request, plan: Plan, node: Node, held: list[int], log: IO[bytes] | None = None, view: View | None = None
-) -> Ending:
-    """Train until it ends; says how it did. ``held``: open files that the trainers keep open as well.
+def launch_training(
+    request: TrainingRequest,
+    plan: TrainingPlan,
+    node: Node,
+    inherited: list[int],
+    log: IO[bytes] | None = None,
+    view: ProgressView | None = None,
+) -> ChildExit:
+    """Run fairseq-train on this node until it ends.
 
-    ``log`` and ``view``: where the trainers' words go, see :class:`Relay`.
+    Args:
+        request: options of the training.
+        plan: what the request resolves to.
+        node: this node.
+        inherited: file descriptors that the training keeps open, so that their locks last as long as it does.
+        log: file that takes the output; see :class:`~fairseq_rpe.runs.child_output.OutputRelay`.
+        view: view that replaces the output on the terminal.
+
+    Returns:
+        How the training ended.
     """
-    used = gpus(request)
-    environment = {"OMP_NUM_THREADS": threads(request)} | keep_memory(used)
-    # where both go to the same place, lines keep their order
-    errors = None if view is not None or _same_place() else subprocess.PIPE
-    words = command(request, plan, node, used)
-    child = processes.spawn(words, environment, subprocess.PIPE, held, errors)
-    relay = Relay(child, log, view)
+    used = count_gpus(request)
+    environment = {"OMP_NUM_THREADS": threads_per_process(request)} | malloc_settings(used)
+    # one pipe for both streams keeps the order of their lines
+    errors = None if view is not None or _share_output() else subprocess.PIPE
+    words = training_command(request, plan, node, used)
+    child = processes.spawn(words, environment, subprocess.PIPE, inherited, errors)
+    relay = OutputRelay(child, log, view)
     try:
         processes.wait(child, relay.mute)
     finally:
@@ -216,8 +268,8 @@ def launch(
     return ending
 
 
-def _same_place() -> bool:
-    """Whether standard output and standard error are one file or terminal."""
+def _share_output() -> bool:
+    """Return whether standard output and standard error are one file or terminal."""
     try:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except (OSError, ValueError):
@@ -225,10 +277,9 @@ def _same_place() -> bool:
 
 
 if __name__ == "__main__":
-    # Before the slow imports: torchrun, killed outright, leaves its processes behind, and two trainers must never write
-    # one folder.
+    # before the slow imports: a killed torchrun leaves its processes behind, and two trainings must not share a folder
     processes.die_with_parent()
-    # fairseq-train's own format, before fairseq is imported and settles another
+    # the format of fairseq-train, before the import of fairseq configures logging
     logging.basicConfig(
         format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
@@ -236,7 +287,7 @@ if __name__ == "__main__":
         stream=sys.stdout,
     )
 
-    import fairseq_rpe.compat  # before fairseq, which then starts quicker
+    import fairseq_rpe.compat  # before fairseq, which then starts faster
 
     # isort: split
     import torch
@@ -250,5 +301,5 @@ if __name__ == "__main__":
         sys.argv += ["--distributed-rank", os.environ["RANK"], "--device-id", os.environ["LOCAL_RANK"]]
     cli_main()
     if torch.distributed.is_initialized():
-        # its threads, left to themselves, can abort a process that is done: "terminate called without …"
+        # otherwise its threads can abort the finished process: "terminate called without …"
         torch.distributed.destroy_process_group()

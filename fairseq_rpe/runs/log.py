@@ -1,4 +1,4 @@
-"""What the log of a training run says about it, read from fairseq's own lines."""
+"""Parses the log of a training from the lines of fairseq-train."""
 
 import json
 import math
@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 
 _STATISTICS = re.compile(r"\| (train_inner|train|valid) \| (\{.*\})\s*$")
-TRAINS = "| fairseq_cli.train | training on "
-BEGINS = "| fairseq_cli.train | Start iterating over samples"  # of every epoch, after its batches are made
+TRAINING_LINE = "| fairseq_cli.train | training on "
+EPOCH_LINE = "| fairseq_cli.train | Start iterating over samples"  # at each epoch, after its batches are made
 _FACTS = {
     "parameters": r"num\. shared model params: ([\d,]+)",
     "vocabulary": r"\| dictionary: ([\d,]+) types",
@@ -21,13 +21,17 @@ _NEEDED = {"train_inner": {"num_updates", "loss"}, "train": set(), "valid": {"va
 
 @dataclass
 class TrainLog:
-    """One run. What its log does not say is ``None`` or empty.
+    """Contents of a run's log; what the log lacks is ``None`` or empty.
 
     Attributes:
-        loss: training loss in bits per token by update, each the mean since the line before.
-        valid: the same on the validation split.
-        seconds: of all starts together, validation and saving included, up to the last line of each.
+        loss: training loss in bits per token by update, each the mean since the previous line.
+        valid: validation loss in bits per token by update.
+        seconds: time of all starts up to the last line of each, validation and saving included.
         tokens_per_second: median over the lines of the log.
+        parameters: parameters of the model.
+        vocabulary: types of the dictionary.
+        backend: attention backend.
+        data: data folder.
     """
 
     loss: dict[int, float] = field(default_factory=dict)
@@ -40,8 +44,15 @@ class TrainLog:
     data: str | None = None
 
 
-def statistics(line: str) -> tuple[str, dict[str, float]] | None:
-    """What a line says in numbers, after train_inner, train or valid; nothing if it does not, or is damaged."""
+def parse_statistics(line: str) -> tuple[str, dict[str, float]] | None:
+    """Parse a line of statistics.
+
+    Args:
+        line: line of fairseq-train.
+
+    Returns:
+        The kind of line (train_inner, train or valid) and its values; None for another or a damaged line.
+    """
     if (match := _STATISTICS.search(line)) is None:
         return None
     kind = match[1]
@@ -53,23 +64,38 @@ def statistics(line: str) -> tuple[str, dict[str, float]] | None:
     return (kind, values) if whole and _NEEDED[kind] <= values.keys() else None
 
 
-def fact(name: str, line: str) -> str | None:
-    """What a line says of the run's parameters, vocabulary, backend or data, if it does."""
+def parse_fact(name: str, line: str) -> str | None:
+    """Parse a line that states a fact of the run.
+
+    Args:
+        name: parameters, vocabulary, backend or data.
+        line: line of fairseq-train.
+
+    Returns:
+        The value as text, None if the line does not state it.
+    """
     return match[1] if (match := re.search(_FACTS[name], line)) else None
 
 
 @dataclass
-class Heard:
-    """What the lines of a training have said so far: updates done, loss in bits per token, tokens/s, validation."""
+class TrainingLogParser:
+    """State of a training, updated line by line.
+
+    Attributes:
+        updates: updates done.
+        loss: training loss in bits per token.
+        speed: tokens per second.
+        valid: values of the last validation.
+    """
 
     updates: int = 0
     loss: float | None = None
     speed: float | None = None
     valid: dict[str, float] = field(default_factory=dict)
 
-    def hear(self, line: str) -> str | None:
-        """Take in a line; says of what it is in numbers, as :func:`statistics` does."""
-        kind, values = statistics(line) or (None, {})
+    def parse_line(self, line: str) -> str | None:
+        """Update the state; returns the kind of the line, None if it has no statistics."""
+        kind, values = parse_statistics(line) or (None, {})
         if kind == "train_inner":
             self.updates, self.loss = int(values["num_updates"]), values["loss"]
             self.speed = values.get("wps", self.speed)
@@ -79,34 +105,41 @@ class Heard:
         return kind
 
 
-def read(path: Path) -> TrainLog:
-    """Read a log; a missing one says nothing."""
-    found = TrainLog()
+def read_log(path: Path) -> TrainLog:
+    """Read the log of a run.
+
+    Args:
+        path: the log; an empty record is returned if it does not exist.
+
+    Returns:
+        What the log records.
+    """
+    log = TrainLog()
     if not path.is_file():
-        return found
+        return log
     walls, speeds = [0.0], []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if TRAINS in line:
+        if TRAINING_LINE in line:
             walls.append(0.0)
             continue
-        if (told := statistics(line)) is None:
+        if (statistics := parse_statistics(line)) is None:
             for name in _FACTS:
-                if (text := fact(name, line)) is not None:
-                    counted = name in ("parameters", "vocabulary")
-                    setattr(found, name, int(text.replace(",", "")) if counted else text)
+                if (text := parse_fact(name, line)) is not None:
+                    is_number = name in ("parameters", "vocabulary")
+                    setattr(log, name, int(text.replace(",", "")) if is_number else text)
             continue
-        kind, values = told
+        kind, values = statistics
         prefix = "" if kind == "train_inner" else f"{kind}_"
         update = int(values.get(f"{prefix}num_updates", 0))
         if kind == "valid":
-            found.valid[update] = values["valid_loss"]
+            log.valid[update] = values["valid_loss"]
             continue
         walls[-1] = values.get(f"{prefix}wall", walls[-1])
         if kind == "train_inner":
-            # a resumed run repeats what it did after its last checkpoint
-            found.loss[update] = values["loss"]
+            # a resumed run repeats the updates after its last checkpoint
+            log.loss[update] = values["loss"]
             speeds.append(values.get("wps", math.nan))
     speeds = [speed for speed in speeds if speed > 0]
-    found.seconds = sum(walls) or None
-    found.tokens_per_second = median(speeds) if speeds else None
-    return found
+    log.seconds = sum(walls) or None
+    log.tokens_per_second = median(speeds) if speeds else None
+    return log

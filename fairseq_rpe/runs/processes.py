@@ -17,23 +17,23 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
+def available_cores() -> int:
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def wait_briefly() -> None:
-    """Let the threads of torch sleep soon where they wait for each other, here and in children; before torch is loaded.
+def shorten_thread_spinning() -> None:
+    """Let waiting threads of torch sleep soon, in this process and its children; call it before torch is imported.
 
-    They spin for milliseconds otherwise. On idle cores that gains nothing, and on a core that another process wants
-    they use up the time that the thread waited for would need. What the user set stays.
+    By default they spin for milliseconds. On idle cores that gains nothing, and on a busy core they use up the time of
+    the thread that they wait for. Environment variables that the user has set stay.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "5000"  # about 0.1 ms; 1000 costs up to a sixth on idle cores
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it ends; only Linux can."""
+    """Let the kernel kill this process when its parent ends (Linux only)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -45,13 +45,21 @@ def spawn(
     keep_open: Sequence[int] = (),
     errors: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` in a session of its own; must be called from the main thread.
+    """Start a command in a session of its own; must be called from the main thread.
 
-    A Python process does not have the current folder on its import path.
-    ``log`` takes its output, ``errors`` its standard error, without which that goes the way of its output.
+    This process alone passes Ctrl-C on (a terminal would signal the whole group as well), and if it is killed, the
+    kernel kills the child: two trainings must never write one folder. The current folder is not on the import path of
+    a Python child.
 
-    Only we pass Ctrl-C on (a terminal would send it to the whole group as well), and if we are
-    killed outright the kernel kills the child: two trainers must never write one folder.
+    Args:
+        command: program and arguments.
+        environment: environment variables beside those of this process.
+        log: target of the standard output; None: that of this process.
+        keep_open: file descriptors that the child inherits.
+        errors: target of the standard error; None: that of the standard output.
+
+    Returns:
+        The child process.
     """
     return subprocess.Popen(
         list(command),
@@ -65,16 +73,16 @@ def spawn(
     )
 
 
-class Stopped(Exception):
+class Terminated(Exception):
     """SIGTERM arrived."""
 
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into :class:`Stopped`, as Ctrl-C is ``KeyboardInterrupt``."""
+    """Raise :class:`Terminated` on SIGTERM, as Ctrl-C raises ``KeyboardInterrupt``."""
 
     def stop(number: int, frame: object) -> None:
-        raise Stopped
+        raise Terminated
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -84,7 +92,12 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def stop_all(children: Sequence[subprocess.Popen[bytes]], number: int = signal.SIGTERM) -> None:
-    """Ask every child to end with signal ``number``; kill those that do not."""
+    """Send a signal to every running child; kill those that do not end.
+
+    Args:
+        children: child processes.
+        number: number of the signal.
+    """
     alive = [child for child in children if child.poll() is None]
     for child in alive:
         child.send_signal(number)
@@ -99,16 +112,21 @@ def stop_all(children: Sequence[subprocess.Popen[bytes]], number: int = signal.S
 
 
 def wait(child: subprocess.Popen[bytes], stopping: Callable[[], None] = lambda: None) -> int:
-    """Wait for its end; returns its code. Ctrl-C and SIGTERM are passed on to it before they are raised here.
+    """Wait for a child to end; Ctrl-C and SIGTERM are passed on to it before they are raised here.
 
-    ``stopping`` is called before that.
+    Args:
+        child: child process.
+        stopping: called before a signal is passed on.
+
+    Returns:
+        The exit code.
     """
     try:
         with sigterm_raises():
             return child.wait()
-    except (KeyboardInterrupt, Stopped) as why:
+    except (KeyboardInterrupt, Terminated) as signal_error:
         stopping()
-        if isinstance(why, KeyboardInterrupt):
+        if isinstance(signal_error, KeyboardInterrupt):
             stop_all([child], signal.SIGINT)
         raise
     finally:

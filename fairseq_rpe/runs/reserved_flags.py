@@ -1,12 +1,12 @@
-"""The flags of fairseq-train that options of ours stand for, so that none is given twice."""
+"""Flags of fairseq-train that options of ``fairseq-rpe train`` set, so that none is given twice."""
 
 from collections.abc import Collection, Sequence
 
 from fairseq_rpe.core.errors import UserError
 
-# flags of fairseq-train that are decided by options of ours, which put them on record
-OURS = {
-    "--save-dir": "--save-dir",
+# flag of fairseq-train -> option of fairseq-rpe train that sets it; "" if the command sets it itself
+RESERVED_FLAGS = {
+    "--save-dir": "--out",
     "--user-dir": "",
     "--arch": "--arch",
     "-a": "--arch",
@@ -31,7 +31,7 @@ OURS = {
     "--positions-eval": "--positions-eval",
     "--compute-dtype": "--compute-dtype",
     "--attention-backend": "--attention-backend",
-    "--rpe-inspect-every": "--inspect-every",
+    "--rpe-log-encodings-every": "--log-encodings-every",
     "--tensorboard-logdir": "--tensorboard",
     "--log-format": "--log-format",
     "--log-interval": "--log-interval",
@@ -40,9 +40,9 @@ OURS = {
 }
 
 
-# Settings that had no option at first, so that runs are on record with these flags after the --: refused only together
-# with the option.
-LATER = {
+# setting -> its flags of fairseq-train. Recorded runs may have these flags after the --, because the settings had no
+# options at first; they are refused only together with the option.
+SETTING_FLAGS = {
     "min_lr": ("--min-lr",),
     "betas": ("--adam-betas",),
     "weight_decay": ("--weight-decay", "--wd"),
@@ -52,39 +52,55 @@ LATER = {
     "activation_fn": ("--activation-fn",),
     "share_embeddings": ("--share-decoder-input-output-embed",),
 }
-# Flags of fairseq-train that were always further ones, refused together with the option too.
-ALSO = {"schedule": ("--lr-scheduler",), "finetune_from": ("--finetune-from-model", "--restore-file")}
+# The same for flags that remain allowed without the option.
+ALTERNATIVE_FLAGS = {"schedule": ("--lr-scheduler",), "finetune_from": ("--finetune-from-model", "--restore-file")}
 
 
-def check_extra(extra: Sequence[str], given: Collection[str] = ()) -> None:
-    """Refuse flags for fairseq-train that are set here already, by the options ``given`` too."""
-    twice = {flag: name for name, flags in {**LATER, **ALSO}.items() for flag in flags}
+def check_extra(extra: Sequence[str], options: Collection[str] = ()) -> None:
+    """Refuse flags for fairseq-train that ``fairseq-rpe train`` sets already.
+
+    Args:
+        extra: words after ``--``.
+        options: settings whose options were given.
+
+    Raises:
+        UserError: a flag is reserved, or repeats one of ``options``.
+    """
+    settings = {flag: name for name, flags in {**SETTING_FLAGS, **ALTERNATIVE_FLAGS}.items() for flag in flags}
     for word in extra:
         flag = word.partition("=")[0]
-        if flag in OURS:
-            how = f"give {OURS[flag]} before the -- instead" if OURS[flag] else "leave it out"
-            raise UserError(f"{flag} after -- is set by this command itself: {how}")
+        if flag in RESERVED_FLAGS:
+            remedy = f"give {RESERVED_FLAGS[flag]} before the -- instead" if RESERVED_FLAGS[flag] else "leave it out"
+            raise UserError(f"{flag} after -- is set by this command itself: {remedy}")
         if flag == "--rpe-eval":
             raise UserError("--rpe-eval after -- belongs to evaluation: give --rpe to fairseq-rpe eval instead")
-        if twice.get(flag) in given:
-            option = "--" + twice[flag].replace("_", "-")
+        if settings.get(flag) in options:
+            option = "--" + settings[flag].replace("_", "-")
             raise UserError(f"{flag} after -- is set already: give {option} before the -- instead")
 
 
-def known(name: str, extra: Sequence[str]) -> bool:
-    """Whether a setting is what its option or default says, because no flag of ``extra`` may have changed it."""
-    return not {word.partition("=")[0] for word in extra} & set(LATER[name])
+def is_unchanged_by_flags(name: str, extra: Sequence[str]) -> bool:
+    """Return whether no flag of fairseq-train may have changed a setting.
+
+    Args:
+        name: key of :data:`SETTING_FLAGS`.
+        extra: words after ``--``.
+
+    Returns:
+        True if the value of the setting is that of its option or default.
+    """
+    return not {word.partition("=")[0] for word in extra} & set(SETTING_FLAGS[name])
 
 
 def flag_values(extra: Sequence[str], flags: Collection[str]) -> dict[str, str]:
-    """Read the values of some of fairseq-train's flags.
+    """Read the values of flags of fairseq-train.
 
     Args:
-        extra: the words after ``--``, in which a flag and its value are ``--flag value`` or ``--flag=value``.
-        flags: those to read.
+        extra: words after ``--``; a flag and its value are ``--flag value`` or ``--flag=value``.
+        flags: flags to read.
 
     Returns:
-        By flag, its last value; flags that are not given are not there.
+        The last value of each flag that occurs in ``extra``.
     """
     values = {}
     for index, word in enumerate(extra):

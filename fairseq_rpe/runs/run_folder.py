@@ -1,43 +1,59 @@
-"""What a run leaves on the disk, by name: checkpoints, the record of its settings, its starts, logs and results."""
+"""Files of a run: checkpoints, run.json (settings), environment.json (starts), logs and results."""
 
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.runs.settings import Plan, Settings
+from fairseq_rpe.core.renamed import LAST_COMMIT_OF_OLD_LAYOUT
+from fairseq_rpe.runs.settings import RunSettings, TrainingPlan
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import file_digest, read_json, write_json
+from fairseq_rpe.utils.files import read_json, sha256_of_files, write_json
 
+LAYOUT = 2  # value of "layout" in run.json and sweep.json
 SWEEP_RECORD = "sweep.json"  # in the folder of a sweep
-Which = Literal["last", "best"]  # of a run's checkpoints; the best one by its validations
+CheckpointKind = Literal["last", "best"]  # "best": best validation
 
 
 @dataclass(frozen=True)
-class Finished:
-    """The end of a run: its updates and the digests of its last checkpoint and of the best one by validation."""
+class FinishedTraining:
+    """End of a run.
+
+    Attributes:
+        updates: updates of the whole training.
+        checkpoint: digest of the last checkpoint.
+        best: digest of the checkpoint with the best validation.
+    """
 
     updates: int | None = None
     checkpoint: str | None = None
     best: str | None = None
 
-    def digest(self, which: Which) -> str | None:
-        """That of the last checkpoint or of the best one."""
-        return self.checkpoint if which == "last" else self.best
+    def digest(self, kind: CheckpointKind) -> str | None:
+        """Return the digest of the last or best checkpoint."""
+        return self.checkpoint if kind == "last" else self.best
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What ``run.json`` says of a run."""
+    """Contents of run.json.
 
-    settings: Settings = field(default_factory=Settings)
+    Attributes:
+        settings: settings of the training.
+        updates: updates that were requested.
+        finished: end of the training; empty until then.
+    """
+
+    settings: RunSettings = field(default_factory=RunSettings)
     updates: int | None = None
-    finished: Finished = field(default_factory=Finished)
+    finished: FinishedTraining = field(default_factory=FinishedTraining)
 
 
 @dataclass(frozen=True)
-class Start:
-    """One start of a training: when, after which update, on what. ``None``: not on record."""
+class TrainingStart:
+    """One start of a training: time, first update, versions and machine; ``None``: not recorded."""
 
     time: str | None = None
     from_update: int | None = None
@@ -56,11 +72,41 @@ class Start:
 
 @dataclass(frozen=True)
 class _Starts:
-    starts: tuple[Start, ...] = ()
+    starts: tuple[TrainingStart, ...] = ()
+
+
+def check_layout(record: Mapping[str, object], path: Path, kind: str) -> None:
+    """Check that a record has the current layout.
+
+    Args:
+        record: contents of run.json or sweep.json.
+        path: the file, for the message.
+        kind: "run" or "sweep", for the message.
+
+    Raises:
+        UserError: the record was written by a version with another layout.
+    """
+    layout = record.get("layout")
+    if layout is None:
+        raise UserError(
+            f"{path} is the record of a {kind} in an earlier layout: read it with commit {LAST_COMMIT_OF_OLD_LAYOUT} "
+            "of fairseq-rpe, or use another folder"
+        )
+    if layout != LAYOUT:
+        raise UserError(
+            f"{path} is the record of a {kind} in layout {reprlib.repr(layout)}, this version reads layout {LAYOUT}: "
+            "update fairseq-rpe, or use another folder"
+        )
 
 
 class CheckpointFolder:
-    """The ``--save-dir`` of a run; ``lock`` is held while a training writes here."""
+    """Folder of a run's checkpoints and records, ``--out`` of ``train``.
+
+    A training holds a lock on ``lock`` while it writes here.
+
+    Args:
+        path: the folder; it need not exist.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,64 +117,96 @@ class CheckpointFolder:
         self.environment = path / "environment.json"
         self.log = path / "train.log"
 
-    def record(self) -> RunRecord | None:
-        """What is on record of the run, nothing if it never began."""
-        if not self.record_path.exists():
-            return None
-        return records.read(RunRecord, read_json(self.record_path), str(self.record_path), "the run", strict=False)
+    def read_record(self) -> RunRecord | None:
+        """Read run.json; None if the run never began.
 
-    def write(self, plan: Plan, finished: Finished | None = None) -> None:
-        """Put a run on record."""
-        ended = {} if finished is None else {"finished": records.write(finished)}
-        write_json(self.record_path, {"settings": plan.settings.record(), "updates": plan.updates, **ended})
-
-    def finished(self, plan: Plan) -> str | None:
-        """The digest of the finished run's checkpoint, or nothing if there is work left.
-
-        Raises UserError: the folder holds another run.
+        Raises:
+            UserError: the record is damaged or has another layout.
         """
-        record = self.record() if self.last.exists() else None
+        path = self.record_path
+        if not path.exists():
+            return None
+        record = read_json(path)
+        check_layout(record, path, "run")
+        return records.read_record(RunRecord, record, str(path), "the run", strict=False)
+
+    def write_record(self, plan: TrainingPlan, finished: FinishedTraining | None = None) -> None:
+        """Write run.json.
+
+        Args:
+            plan: plan of the training.
+            finished: end of the training, None before it.
+        """
+        record = {"layout": LAYOUT, "settings": plan.settings.to_dict(), "updates": plan.updates}
+        write_json(self.record_path, record if finished is None else {**record, "finished": records.to_dict(finished)})
+
+    def finished_digest(self, plan: TrainingPlan) -> str | None:
+        """Return the digest of the last checkpoint if the run is finished.
+
+        Args:
+            plan: plan of the training.
+
+        Returns:
+            The digest, None if the training is not finished.
+
+        Raises:
+            UserError: the folder holds another run.
+        """
+        record = self.read_record() if self.last.exists() else None
         if record is None:
             return None
-        if other := plan.settings.difference(record.settings):
+        if difference := plan.settings.difference(record.settings):
             remedy = "choose another folder or delete it"
-            if other.startswith("warmup is"):  # a default one depends on --updates, which may be raised
+            if difference.startswith("warmup is"):  # the default depends on --updates, which may be raised
                 remedy = f"give --warmup {record.settings.warmup} to continue it, or {remedy}"
-            raise UserError(f"{self.path} holds another run ({other}): {remedy}")
+            raise UserError(f"{self.path} holds another run ({difference}): {remedy}")
         if record.finished.updates != plan.updates:
             return None
-        found = file_digest(self.last)
-        return found if found == record.finished.checkpoint else None
+        digest = sha256_of_files(self.last)
+        return digest if digest == record.finished.checkpoint else None
 
-    def file(self, which: Which) -> Path:
-        """The last checkpoint or the best one."""
-        return self.last if which == "last" else self.best
+    def checkpoint_path(self, kind: CheckpointKind) -> Path:
+        """Return the path of the last or best checkpoint."""
+        return self.last if kind == "last" else self.best
 
-    def chosen(self, which: Which) -> str:
-        """The digest of a finished run's last checkpoint or best one.
+    def checkpoint_digest(self, kind: CheckpointKind) -> str:
+        """Return the digest of the last or best checkpoint of a finished run.
 
-        Raises UserError: that file is not what the run left.
+        Args:
+            kind: "last" or "best".
+
+        Returns:
+            The digest.
+
+        Raises:
+            UserError: the file is missing or was changed after the training.
         """
-        record, file = self.record(), self.file(which)
-        found = record and record.finished.digest(which)
-        if not found or not file.exists() or file_digest(file) != found:
-            raise UserError(f"{file} is not what its finished training left: delete {self.path} to train again")
-        return found
+        record, file = self.read_record(), self.checkpoint_path(kind)
+        digest = record and record.finished.digest(kind)
+        if not digest or not file.exists() or sha256_of_files(file) != digest:
+            raise UserError(f"{file} was changed after its training: delete {self.path} to train again")
+        return digest
 
-    def starts(self) -> list[Start]:
-        """What is on record of the run's starts, oldest first; nothing for a run of an older version."""
+    def read_starts(self) -> list[TrainingStart]:
+        """Read environment.json: the starts of the training, oldest first; empty without the file."""
         if not self.environment.exists():
             return []
-        found = records.read(_Starts, read_json(self.environment), str(self.environment), "the record", strict=False)
-        return list(found.starts)
+        path = self.environment
+        return list(records.read_record(_Starts, read_json(path), str(path), "the record", strict=False).starts)
 
-    def add_start(self, start: Start) -> None:
-        """Put one more start on record."""
-        write_json(self.environment, {"starts": [records.write(one) for one in (*self.starts(), start)]})
+    def add_start(self, start: TrainingStart) -> None:
+        """Append a start to environment.json."""
+        write_json(self.environment, {"starts": [records.to_dict(item) for item in (*self.read_starts(), start)]})
 
 
 class RunFolder:
-    """The folder of one run of a sweep; ``lock`` is held by whoever carries out the run's stages."""
+    """Folder of one run of a sweep: checkpoints, logs and results.
+
+    The process that runs the stages of the run holds a lock on ``lock``.
+
+    Args:
+        path: the folder; it need not exist.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
@@ -140,29 +218,30 @@ class RunFolder:
 
 
 def check_no_run(flag: str, folder: Path) -> None:
-    """Refuse, as the folder of a sweep, one that a training or an extension has written.
+    """Check that the folder of a sweep is not that of a training or an extension.
 
     Args:
-        flag: the option that names the folder, for the message.
-        folder: it need not exist.
+        flag: option that names the folder, for the message.
+        folder: the folder; it need not exist.
 
     Raises:
-        UserError: there is the record of a run in it.
+        UserError: the folder has a run.json.
     """
-    for place in (CheckpointFolder(folder), RunFolder(folder).checkpoints):
-        if place.record_path.exists():
-            raise UserError(f"{flag} {folder} is the folder of a run (it has {place.record_path}): name another one")
+    for checkpoints in (CheckpointFolder(folder), RunFolder(folder).checkpoints):
+        path = checkpoints.record_path
+        if path.exists():
+            raise UserError(f"{flag} {folder} is the folder of a run (it has {path}): name another one")
 
 
 def check_no_sweep(flag: str, folder: Path) -> None:
-    """Refuse, as the folder of a training or an extension, one that a sweep has written.
+    """Check that the folder of a training or an extension is not that of a sweep.
 
     Args:
-        flag: the option that names the folder, for the message.
-        folder: it need not exist.
+        flag: option that names the folder, for the message.
+        folder: the folder; it need not exist.
 
     Raises:
-        UserError: there is the record of a sweep in it.
+        UserError: the folder has a sweep.json.
     """
     if (folder / SWEEP_RECORD).exists():
         raise UserError(f"{flag} {folder} is the folder of a sweep (it has {SWEEP_RECORD}): name another one")

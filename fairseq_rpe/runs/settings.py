@@ -1,23 +1,23 @@
-"""What one training run is asked to be, and what that comes to: defaults filled in, numbers fixed."""
+"""The request for one training run, and the plan that it resolves to once defaults are filled in."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.checkpoints.model_sizes import full_name, size_of
+from fairseq_rpe.checkpoints.model_sizes import find_size, full_arch_name
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.defaults import Defaults, check_arch, check_warmup, default_warmup, defaults_for
-from fairseq_rpe.runs.reserved_flags import ALSO, LATER, check_extra
+from fairseq_rpe.runs.reserved_flags import ALTERNATIVE_FLAGS, SETTING_FLAGS, check_extra
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import file_digest
+from fairseq_rpe.utils.files import sha256_of_files
 
 IDENTITY = "identity"
-PROGRESS = "progress"  # the log format in which fairseq's words go to a file
+PROGRESS = "progress"  # the log format that shows a progress line and sends fairseq's messages to a file
 
 
-# What runs had before LATER's settings could be chosen.
-USUAL: dict[str, object] = {
+# Values of SETTING_FLAGS in runs that were recorded before these settings had options.
+EARLIER_DEFAULTS: dict[str, object] = {
     "min_lr": 0.0,
     "betas": (0.9, 0.98),
     "weight_decay": 0.01,
@@ -26,19 +26,36 @@ USUAL: dict[str, object] = {
     "activation_dropout": 0.0,
     "share_embeddings": False,
 }
-STREAM = "stream"  # the blocks of a text that nobody has chosen others for
+STREAM_BLOCKS = "stream"  # the default of --blocks
 
 
 @dataclass(frozen=True)
-class Request:
-    """What one run is asked to be: the options of ``fairseq-rpe train``; ``None``: not said, so the default.
+class TrainingRequest:
+    """Options of ``fairseq-rpe train``, in the words of the command line; ``None`` selects the default.
 
-    Text or questions in ``data``, or a generated task, ``algorithm``. ``nproc`` processes or GPUs on each of ``nodes``
-    machines. ``finetune_from``: a checkpoint whose weights it begins with. ``extra``: further flags for fairseq-train.
+    Attributes:
+        rpe: spec of the encoding.
+        out: folder of the checkpoints.
+        data: folder of a binarised text or of questions; ``None`` with ``algorithm``.
+        algorithm: spec of a generated task; ``None`` with ``data``.
+        positions_train, positions_eval: specs of the position transforms.
+        log_format: ``progress``, or the log format of fairseq-train.
+        nproc: processes or GPUs on each node.
+        nodes: machines.
+        node_rank: index of this node.
+        master: HOST:PORT at which the nodes meet.
+        update_freq: batches that are accumulated for one update.
+        tokens: training length.
+        batch_sentences: sequences of one process and batch.
+        warmup: updates of warm-up.
+        save_every: updates between checkpoints.
+        log_encodings_every: updates between pictures of the encodings for TensorBoard.
+        finetune_from: checkpoint whose weights the training starts from.
+        extra: further flags for fairseq-train.
     """
 
     rpe: str
-    save_dir: Path
+    out: Path
     data: Path | None = None
     algorithm: str | None = None
     positions_train: str | None = None
@@ -76,21 +93,22 @@ class Request:
     share_embeddings: bool | None = None
     compute_dtype: str | None = None
     save_every: int | None = None
-    inspect_every: int | None = None
+    log_encodings_every: int | None = None
     finetune_from: Path | None = None
     extra: tuple[str, ...] = ()
 
     @property
-    def world(self) -> int:
-        """Processes in all."""
+    def world_size(self) -> int:
+        """Number of processes on all nodes."""
         return self.nproc * self.nodes
 
     @property
     def defaults(self) -> Defaults:
+        """Training defaults of the architecture."""
         return defaults_for(self.arch or "tiny", self.algorithm is not None)
 
     def argv(self) -> list[str]:
-        """The words after ``fairseq-rpe train`` that ask for the same."""
+        """Return the arguments of ``fairseq-rpe train`` that make the same request."""
         words = [] if self.data is None else [str(self.data)]
         for field in fields(self):
             value = getattr(self, field.name)
@@ -103,12 +121,17 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What fixes the numbers of a run and may not change between two starts; ``None``: not on record.
+class RunSettings:
+    """Settings that determine the numbers of a run and may not change between two starts; ``None``: not recorded.
 
-    ``data``, ``rpe_module`` and ``finetune_from`` are digests (for a generated task its spec), ``nproc`` counts the
-    processes of all nodes. ``last_update`` is there for a ``schedule`` that depends on it. Of the settings from
-    ``compute_dtype`` on ``None`` is what runs had before there was a choice, of ``blocks`` a stream.
+    From ``compute_dtype`` on, ``None`` is the value of runs that were recorded before the setting had an option.
+
+    Attributes:
+        data: digest of the data folder, or the spec of a generated task.
+        nproc: processes of all nodes.
+        rpe_module, finetune_from: digests of the files.
+        last_update: last update of the training, for a ``schedule`` that depends on it.
+        blocks: ``None`` for a stream.
     """
 
     rpe: str | None = None
@@ -142,34 +165,57 @@ class Settings:
     blocks: str | None = None
     separate_documents: bool | None = None
 
-    def record(self) -> dict[str, object]:
-        """As run.json has them: of those from ``compute_dtype`` on only what is set, because older runs lack them."""
-        late = ("compute_dtype", "schedule", "last_update", "finetune_from", "blocks", "separate_documents", *LATER)
-        found = {k: v for k, v in records.write(self).items() if v is not None or k not in late}
-        return {**found, "extra": list(self.extra or ())}
+    def to_dict(self) -> dict[str, object]:
+        """Return the settings as in run.json, without those from ``compute_dtype`` on that are ``None``."""
+        optional = (
+            "compute_dtype",
+            "schedule",
+            "last_update",
+            "finetune_from",
+            "blocks",
+            "separate_documents",
+            *SETTING_FLAGS,
+        )
+        settings = {k: v for k, v in records.to_dict(self).items() if v is not None or k not in optional}
+        return {**settings, "extra": list(self.extra or ())}
 
-    def usual(self, name: str) -> Any:
-        """``blocks`` or a setting of ``LATER`` as it takes effect: without a choice, what runs had before it."""
+    def effective(self, name: str) -> Any:
+        """Return the value that a setting takes effect with.
+
+        Args:
+            name: ``blocks`` or a key of :data:`~fairseq_rpe.runs.reserved_flags.SETTING_FLAGS`.
+
+        Returns:
+            The setting, or its default where it is ``None``.
+        """
         value = getattr(self, name)
         if name == "blocks":
-            return value or STREAM
+            return value or STREAM_BLOCKS
         if value is None and name == "activation_fn":
-            return size.activation if (size := size_of(self.arch or "")) else None
-        return USUAL[name] if value is None else value
+            return size.activation if (size := find_size(self.arch or "")) else None
+        return EARLIER_DEFAULTS[name] if value is None else value
 
-    def difference(self, before: "Settings") -> str:
-        """In words, the first setting that was another one ``before``; nothing where all are the same."""
-        there, here = before.record(), self.record()
-        key = next((key for key in {**here, **there} if there.get(key) != here.get(key)), None)
+    def difference(self, before: "RunSettings") -> str:
+        """Describe the first setting that differs from those of an earlier run.
+
+        Args:
+            before: settings of the earlier run.
+
+        Returns:
+            The setting with both values, or an empty text if all settings are equal.
+        """
+        old, new = before.to_dict(), self.to_dict()
+        key = next((key for key in {**new, **old} if old.get(key) != new.get(key)), None)
         if key is None:
             return ""
-        was, now = (one.usual(key) if key in (*LATER, "blocks") else one.record().get(key) for one in (before, self))
-        return f"{key} is {was!r} there, {now!r} here"
+        if key in (*SETTING_FLAGS, "blocks"):
+            return f"{key} is {before.effective(key)!r} there, {self.effective(key)!r} here"
+        return f"{key} is {old.get(key)!r} there, {new.get(key)!r} here"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resolved(Settings):
-    """The settings of a run that can start: everything that a count or a cost depends on is there."""
+class ResolvedSettings(RunSettings):
+    """Settings of a run that can start: sizes, batch and positions are not ``None``."""
 
     rpe: str
     arch: str
@@ -182,89 +228,111 @@ class Resolved(Settings):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A resolved run: a run with other ``settings`` is another run."""
+class TrainingPlan:
+    """A resolved request.
 
-    settings: Resolved
+    Attributes:
+        settings: identity of the run; a run with other settings is another run.
+        updates: updates of the whole training.
+        save_every: updates between checkpoints.
+    """
+
+    settings: ResolvedSettings
     updates: int
     save_every: int
 
 
-def plan(request: Request, data_digest: str) -> Plan:
-    """Fill in the defaults. ``data_digest`` fixes the data; a task's own spec does for a generated one.
+def make_plan(request: TrainingRequest, data_digest: str) -> TrainingPlan:
+    """Resolve a request: fill in the defaults.
 
-    Raises UserError: --tokens with a generated task, no such architecture, further flags that are set here, a warm-up
-    that takes all of the updates.
+    Args:
+        request: options of the training.
+        data_digest: digest of the data folder; ignored for a generated task.
+
+    Returns:
+        The plan of the training.
+
+    Raises:
+        UserError: ``tokens`` is given with a generated task, the architecture is unknown, ``extra`` repeats an option,
+            or the warm-up takes all updates.
     """
 
-    def chosen(name: str) -> Any:
-        given = getattr(request, name)
-        return getattr(request.defaults, name) if given is None else given
+    def value_or_default(name: str) -> Any:
+        value = getattr(request, name)
+        return getattr(request.defaults, name) if value is None else value
 
     arch = request.arch or "tiny"
     check_arch(arch, request.rpe_module)
-    check_extra(request.extra, {name for name in (*ALSO, *LATER) if getattr(request, name) is not None})
+    check_extra(
+        request.extra, {name for name in (*ALTERNATIVE_FLAGS, *SETTING_FLAGS) if getattr(request, name) is not None}
+    )
     _check_blocks(request)
-    data, tokens = data_digest, chosen("tokens")
+    data, tokens = data_digest, value_or_default("tokens")
     if request.algorithm:
         if request.tokens is not None:
             raise UserError("--tokens does not go with --algorithm: say how many items, e.g. copy:items=20")
         task = build(request.algorithm)
-        data, tokens = task.spec, task.tokens(task.longest("train"))
-    schedule, updates = chosen("schedule"), chosen("updates")
+        data, tokens = task.spec, task.num_tokens(task.max_length("train"))
+    schedule, updates = value_or_default("schedule"), value_or_default("updates")
     warmup = request.warmup or default_warmup(request.defaults.warmup, updates)
     check_warmup(warmup, updates)
     if schedule == "cosine" or request.min_lr is not None:
-        _check_cosine(schedule, chosen("lr"), request.min_lr or 0.0)
-    before, first = Settings(arch=full_name(arch)), request.finetune_from
-    later: dict[str, Any] = {name: v if (v := getattr(request, name)) != before.usual(name) else None for name in LATER}
-    settings = Resolved(
+        _check_cosine(schedule, value_or_default("lr"), request.min_lr or 0.0)
+    defaults, finetune_from = RunSettings(arch=full_arch_name(arch)), request.finetune_from
+    chosen: dict[str, Any] = {
+        name: value if (value := getattr(request, name)) != defaults.effective(name) else None for name in SETTING_FLAGS
+    }
+    settings = ResolvedSettings(
         rpe=request.rpe.strip(),
-        arch=full_name(arch),
+        arch=full_arch_name(arch),
         data=data,
         tokens=tokens,
-        **{name: chosen(name) for name in ("batch_sentences", "lr", "dropout")},
+        **{name: value_or_default(name) for name in ("batch_sentences", "lr", "dropout")},
         warmup=warmup,
         update_freq=request.update_freq or 1,
-        nproc=request.world,
+        nproc=request.world_size,
         seed=request.seed,
         rpe_share=request.rpe_share or "auto",
         positions_train=request.positions_train or IDENTITY,
         positions_eval=request.positions_eval,
-        rpe_module=file_digest(request.rpe_module) if request.rpe_module else None,
+        rpe_module=sha256_of_files(request.rpe_module) if request.rpe_module else None,
         extra=request.extra,
         compute_dtype=request.compute_dtype if request.compute_dtype != "fp32" else None,
-        # the learning rate depends on the last update, so a run cannot be prolonged
+        # the learning rate depends on the last update, so the number of updates cannot be raised later
         schedule=schedule if schedule != "inverse_sqrt" else None,
         last_update=updates if schedule != "inverse_sqrt" else None,
-        finetune_from=file_digest(first) if first is not None and first.is_file() else None,
-        blocks=request.blocks if request.blocks != STREAM else None,
+        finetune_from=sha256_of_files(finetune_from) if finetune_from and finetune_from.is_file() else None,
+        blocks=request.blocks if request.blocks != STREAM_BLOCKS else None,
         separate_documents=request.separate_documents or None,
-        **later,
+        **chosen,
     )
-    return Plan(settings, updates, chosen("save_every"))
+    return TrainingPlan(settings, updates, value_or_default("save_every"))
 
 
-def _check_blocks(request: Request) -> None:
-    """Refuse --blocks for what is no text, and flags that decide the blocks or their batches a second time."""
+def _check_blocks(request: TrainingRequest) -> None:
+    """Refuse --blocks without a text, and flags of fairseq-train that contradict it."""
     if request.blocks is None and not request.separate_documents:
         return
-    named = f"--blocks {request.blocks}" if request.blocks else "--separate-documents"
+    option = f"--blocks {request.blocks}" if request.blocks else "--separate-documents"
     if request.algorithm:
-        raise UserError(f"{named} is for text: drop it, the examples of a generated task are whole")
+        raise UserError(f"{option} is for text: drop it, the examples of a generated task are whole")
     if request.blocks == "document" and request.separate_documents:
-        raise UserError("--separate-documents is for --blocks stream: drop it, a block of --blocks document is of one")
+        raise UserError(
+            "--separate-documents is for --blocks stream: drop it, a block of --blocks document holds one document"
+        )
     flags = {word.partition("=")[0] for word in request.extra}
     if "--sample-break-mode" in flags:
-        raise UserError(f"--sample-break-mode after -- contradicts {named}: give one of them")
-    if request.blocks == "document" and (twice := flags & {"--max-tokens", "--required-batch-size-multiple"}):
+        raise UserError(f"--sample-break-mode after -- contradicts {option}: give one of them")
+    if request.blocks == "document" and (repeated := flags & {"--max-tokens", "--required-batch-size-multiple"}):
         raise UserError(
-            f"{min(twice)} after -- is set by --blocks document: give --batch-sentences, which counts full blocks"
+            f"{min(repeated)} after -- is set by --blocks document: give --batch-sentences, which counts full blocks"
         )
 
 
-def _check_cosine(schedule: str, lr: float, least: float) -> None:
+def _check_cosine(schedule: str, lr: float, min_lr: float) -> None:
     if schedule != "cosine":
-        raise UserError(f"--min-lr is where a cosine ends: give --schedule cosine too, not {schedule}, or drop it")
-    if least >= lr:
-        raise UserError(f"--min-lr {least:g} is not below --lr {lr:g}: a cosine falls from the one to the other")
+        raise UserError(f"--min-lr is for --schedule cosine: give that instead of {schedule}, or drop --min-lr")
+    if min_lr >= lr:
+        raise UserError(
+            f"--min-lr {min_lr:g} is not below --lr {lr:g}: lower it, the cosine decays from --lr to --min-lr"
+        )

@@ -1,7 +1,7 @@
-"""A trained model made to read longer texts: further training with another encoding, measured before and after.
+"""Context extension: trains a checkpoint further on longer texts and evaluates it before and after.
 
-The new checkpoint keeps the length of the original training as its own (``--rpe-train-length``). So ``factor=auto``, an
-``original_length`` that is not given, and interpolated positions compare with that and not with the longer texts.
+The new checkpoint keeps the original training length as its own (``--rpe-train-length``), so that ``factor=auto``, a
+default ``original_length`` and interpolated positions refer to it, not to the longer texts.
 """
 
 import sys
@@ -17,245 +17,281 @@ from torch import Tensor
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.checkpoints.checkpoint import check_vocabulary
-from fairseq_rpe.checkpoints.model_sizes import size_of
-from fairseq_rpe.core.bias import Positions
+from fairseq_rpe.checkpoints.model_sizes import find_size
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings.model import build_for_model
-from fairseq_rpe.evaluation.loading import blocks_of, check_plain, separates_documents
-from fairseq_rpe.evaluation.perplexity import measuring
-from fairseq_rpe.evaluation.records import TextRequest, TextResult, resumed
+from fairseq_rpe.evaluation.loading import check_language_model, separates_documents, training_blocks
+from fairseq_rpe.evaluation.perplexity import make_evaluator
+from fairseq_rpe.evaluation.records import TextRequest, TextResult, resume_results
 from fairseq_rpe.runs import checkpoints, from_checkpoint, launch, train, training_data
-from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.runs.checkpoints import RpeCheckpoint
 from fairseq_rpe.runs.defaults import default_warmup, defaults_for
 from fairseq_rpe.runs.model_check import check_backend
 from fairseq_rpe.runs.run_folder import RunFolder, check_no_sweep
-from fairseq_rpe.runs.settings import IDENTITY, Plan, Request, plan
-from fairseq_rpe.utils.files import removed_if_refused, replace_with
+from fairseq_rpe.runs.settings import IDENTITY, TrainingPlan, TrainingRequest, make_plan
+from fairseq_rpe.utils.files import remove_if_refused, write_via_temporary
 
-ENCODINGS = "decoder.encodings."
-_TINY, _OTHER = {"updates": 100, "warmup": 10}, {"updates": 1000, "warmup": 20}  # where nothing is said
+_PARAMETER_PREFIX = "decoder.encodings."
+_TINY_DEFAULTS, _DEFAULTS = {"updates": 100, "warmup": 10}, {"updates": 1000, "warmup": 20}
 
 
 @dataclass(frozen=True)
 class Extension:
-    """A checkpoint's further training, in ``folder``, and the ``lengths`` in tokens to evaluate before and after it.
+    """The further training of a checkpoint and its evaluation.
 
-    ``original``: tokens of the checkpoint's own training. ``fresh``: whether the encoding has parameters that the
-    checkpoint lacks.
+    Attributes:
+        checkpoint: original checkpoint.
+        folder: folder of the extension.
+        request: options of the further training.
+        plan: what the request resolves to.
+        original_length: training length of the checkpoint, in tokens.
+        lengths: lengths of the evaluation, in tokens.
+        split: split that is scored.
+        original_encoding: encoding of the checkpoint.
+        has_new_parameters: whether the new encoding has parameters that the checkpoint lacks.
     """
 
     checkpoint: Path
     folder: RunFolder
-    request: Request
-    plan: Plan
-    original: int
+    request: TrainingRequest
+    plan: TrainingPlan
+    original_length: int
     lengths: tuple[int, ...]
-    subset: str
-    before: str
-    fresh: bool
+    split: str
+    original_encoding: str
+    has_new_parameters: bool
 
 
-def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Extension:
-    """What is asked for, with all else as the checkpoint ``asked.finetune_from`` has it, in the folder ``save_dir``.
+def resolve_extension(request: TrainingRequest, lengths: tuple[int, ...] | None, split: str) -> Extension:
+    """Resolve the options of ``fairseq-rpe extend``; open settings are those of the checkpoint.
 
-    An empty ``asked.rpe`` is the checkpoint's encoding. The original length is always among ``lengths``; without any,
-    its doubles as far as the training reaches are too, and the training's. Raises UserError: the checkpoint, the data,
-    the encoding or the length cannot be used.
+    Args:
+        request: options with ``finetune_from``, ``data`` and ``tokens``; an empty ``rpe`` is the checkpoint's encoding.
+        lengths: lengths of the evaluation, to which the original training length is added; None for its doubles up to
+            the largest position of the training.
+        split: split that is scored.
+
+    Returns:
+        The extension.
+
+    Raises:
+        UserError: the checkpoint, the data, the encoding or the length cannot be used.
     """
-    path, data, tokens = asked.finetune_from, asked.data, asked.tokens
+    path, data, tokens = request.finetune_from, request.data, request.tokens
     assert path is not None and data is not None and tokens is not None
     checkpoint = checkpoints.load(path)
-    check_plain(checkpoint)
-    folder = RunFolder(asked.save_dir)
+    check_language_model(checkpoint)
+    folder = RunFolder(request.out)
     corpus.check_output(folder.path)
     check_no_sweep("--out", folder.path)
     if path.resolve().is_relative_to(folder.path.resolve()):
-        raise UserError(f"{path} lies in --out {folder.path}, where the new checkpoint goes: name another folder")
-    corpus.check_folder(data, "train", "valid", subset)
-    if training_data.asks(data):
+        raise UserError(f"{path} lies in --out {folder.path}, where the new checkpoint goes: use another folder")
+    corpus.check_folder(data, "train", "valid", split)
+    if training_data.is_question_data(data):
         raise UserError(f"{data} holds questions, not a text to read: use fairseq-rpe train {data} --init-from {path}")
     check_vocabulary(checkpoint, corpus.read_dictionary(data / "dict.txt"), data)
     original = checkpoint.train_length()
     if not original:
-        raise UserError(f"{path} does not say how long its training texts were: train it again")
-    filled = _filled(asked, checkpoint, tokens)
-    reach = _check_length(filled, checkpoint, original, tokens)
-    doubled = {tokens, *(original << k for k in range(64) if original << k <= reach)}
-    wanted = tuple(sorted({original, *(lengths or doubled)}))
-    training_data.check_blocks(data, tokens, filled.blocks, bool(filled.separate_documents))
-    corpus.check_block(data, subset, max(wanted))
-    if filled.blocks == "document" or filled.separate_documents:
-        corpus.check_documents(data, subset)
-    if filled.blocks == "document":
-        corpus.check_document_block(data, subset, max(wanted))
-    filled, fresh = _with_parameters(filled, checkpoint, original, tokens)
-    request = replace(
-        filled, save_dir=folder.checkpoints.path, extra=(*filled.extra, "--rpe-train-length", str(original))
-    )
-    fixed = plan(request, data_digest := corpus.digest(data))
+        raise UserError(f"{path} does not record its training length: train it again")
+    request = _with_defaults(request, checkpoint, tokens)
+    max_position = _check_length(request, checkpoint, original, tokens)
+    doubles = {tokens, *(original << k for k in range(64) if original << k <= max_position)}
+    eval_lengths = tuple(sorted({original, *(lengths or doubles)}))
+    training_data.check_blocks(data, tokens, request.blocks, bool(request.separate_documents))
+    corpus.check_block_length(data, split, max(eval_lengths))
+    if request.blocks == "document" or request.separate_documents:
+        corpus.check_documents(data, split)
+    if request.blocks == "document":
+        corpus.check_document_block(data, split, max(eval_lengths))
+    request, new_parameters = _check_parameters(request, checkpoint, original, tokens)
+    request = replace(request, out=folder.checkpoints.path, extra=(*request.extra, "--rpe-train-length", str(original)))
+    plan = make_plan(request, data_digest := corpus.corpus_digest(data))
     check_backend(request)
-    begin = folder.path / "begin.pt"
-    with removed_if_refused(begin):
-        if fresh:
-            request = _begin_with(begin, request, checkpoint, fresh)
-            fixed = plan(request, data_digest)
-        if folder.checkpoints.finished(fixed) is None:
-            train.check(request, fixed)
-    of = (folder, request, fixed, original, wanted, subset, checkpoint.encoding)
-    return Extension(path, *of, fresh=bool(fresh))
+    start = folder.path / "begin.pt"
+    with remove_if_refused(start):
+        if new_parameters:
+            request = _write_start(start, request, checkpoint, new_parameters)
+            plan = make_plan(request, data_digest)
+        if folder.checkpoints.finished_digest(plan) is None:
+            train.check_training(request, plan)
+    return Extension(
+        checkpoint=path,
+        folder=folder,
+        request=request,
+        plan=plan,
+        original_length=original,
+        lengths=eval_lengths,
+        split=split,
+        original_encoding=checkpoint.encoding,
+        has_new_parameters=bool(new_parameters),
+    )
 
 
-def carry_out(extension: Extension) -> dict[str, list[TextResult]]:
-    """Evaluate the checkpoint, train it further, evaluate it again, as far as that is not done; the results by model.
+def run_extension(extension: Extension) -> dict[str, list[TextResult]]:
+    """Evaluate the checkpoint, train it further and evaluate it again; finished steps are not repeated.
 
-    Between the two, if it can be: with the new encoding or positions, not trained further. Raises UserError: the folder
-    holds another run, or the training or its evaluation failed.
+    Without new parameters, the new encoding and positions are also evaluated before the training.
+
+    Args:
+        extension: the extension.
+
+    Returns:
+        Results by a label of the model.
+
+    Raises:
+        UserError: the folder holds another run, or the training or an evaluation failed.
     """
     request, run = extension.request, extension.folder.checkpoints
-    finished = run.finished(extension.plan) is not None
-    moved = {"positions": request.positions_eval} if request.positions_eval else {}
-    stretched = {"rpe": request.rpe, **moved} if request.rpe != extension.before else moved
-    found = {f"{extension.before}, before": _before(extension, {})}
-    name = request.rpe + (f", {request.positions_eval}" if moved else "")
-    if stretched and not extension.fresh:
-        found[f"{name}, not trained"] = _before(extension, stretched)
-    if finished:
+    is_finished = run.finished_digest(extension.plan) is not None
+    overrides = {"positions_eval": request.positions_eval} if request.positions_eval else {}
+    name = request.rpe + (f", {request.positions_eval}" if overrides else "")
+    if request.rpe != extension.original_encoding:
+        overrides["rpe"] = request.rpe
+    results = {f"{extension.original_encoding}, before": _results_before(extension, {})}
+    if overrides and not extension.has_new_parameters:
+        results[f"{name}, not trained"] = _results_before(extension, overrides)
+    if is_finished:
         print(f"{run.path} already holds the finished run of {extension.plan.updates} updates")
     else:
-        train.train(request, extension.plan, launch.here(request))
-    trained = f"{request.tokens} tokens" + (
-        f", {request.positions_train}" if request.positions_train != IDENTITY else ""
-    )
-    found[f"{name}, trained at {trained}"] = list(_measured(extension, run.last, {}))
-    return found
+        train.train(request, extension.plan, launch.current_node(request))
+    transform = f", {request.positions_train}" if request.positions_train != IDENTITY else ""
+    label = f"{name}, trained at {request.tokens} tokens{transform}"
+    results[label] = list(_evaluate(extension, run.last, {}))
+    return results
 
 
-def _before(extension: Extension, changed: Mapping[str, str]) -> list[TextResult]:
-    """Results of the old checkpoint, as far as its positions reach."""
-    found: list[TextResult] = []
+def _results_before(extension: Extension, overrides: Mapping[str, str]) -> list[TextResult]:
+    """Return the results of the original checkpoint at the lengths that its positions allow."""
+    results: list[TextResult] = []
     try:
-        for one in _measured(extension, extension.checkpoint, changed):
-            found.append(one)
+        for result in _evaluate(extension, extension.checkpoint, overrides):
+            results.append(result)
     except UserError as error:
         print(f"{extension.checkpoint} is not evaluated at every length: {error}", file=sys.stderr)
-    return found
+    return results
 
 
-def _measured(extension: Extension, path: Path, changed: Mapping[str, str]) -> Iterator[TextResult]:
-    request, overrides = extension.request, dict[str, Any](changed)
-    assert request.data is not None
-    wanted = TextRequest(
+def _evaluate(extension: Extension, path: Path, overrides: Mapping[str, str]) -> Iterator[TextResult]:
+    training, options = extension.request, dict[str, Any](overrides)
+    assert training.data is not None
+    request = TextRequest(
         checkpoint=path,
-        data=request.data,
+        data=training.data,
         lengths=extension.lengths,
-        subset=extension.subset,
-        device=request.device,
-        rpe_module=request.rpe_module,
+        split=extension.split,
+        device=training.device,
+        rpe_module=training.rpe_module,
         log=extension.folder.eval_log,
-        **overrides,
+        **options,
     )
-    yield from resumed(TextResult, extension.folder.results, wanted.keys(), lambda _: measuring(wanted))
+    yield from resume_results(TextResult, extension.folder.results, request.keys(), lambda _: make_evaluator(request))
 
 
-def _filled(asked: Request, checkpoint: Checkpoint, tokens: int) -> Request:
-    """The request with the checkpoint's architecture and, where nothing is said, its encoding, positions and ours."""
-    own: dict[str, Any] = from_checkpoint.said(checkpoint)
-    if not (asked.positions_train or asked.positions_eval):
-        own |= {key: checkpoint.model.get(key) for key in ("positions_train", "positions_eval")}
-    usual = defaults_for(own["arch"], algorithm=False)
-    trained = _trained(checkpoint)
-    default = _TINY if size_of(own["arch"]) == size_of("tiny") else _OTHER
-    some = {
-        **default,
-        "warmup": default_warmup(default["warmup"], asked.updates or default["updates"]),
-        "lr": usual.lr / 4,
-        "batch_sentences": max(1, usual.batch_sentences * trained // max(tokens, 1)),
+def _with_defaults(request: TrainingRequest, checkpoint: RpeCheckpoint, tokens: int) -> TrainingRequest:
+    """Fill a request with the model of the checkpoint, its encoding and positions, and defaults for the schedule."""
+    settings: dict[str, Any] = from_checkpoint.architecture_settings(checkpoint)
+    if not (request.positions_train or request.positions_eval):
+        settings |= {key: checkpoint.model.get(key) for key in ("positions_train", "positions_eval")}
+    training_defaults = defaults_for(settings["arch"], algorithm=False)
+    trained_length = _trained_length(checkpoint)
+    schedule = _TINY_DEFAULTS if find_size(settings["arch"]) == find_size("tiny") else _DEFAULTS
+    defaults = {
+        **schedule,
+        "warmup": default_warmup(schedule["warmup"], request.updates or schedule["updates"]),
+        "lr": training_defaults.lr / 4,
+        "batch_sentences": max(1, training_defaults.batch_sentences * trained_length // max(tokens, 1)),
     }
-    own |= {key: value for key, value in some.items() if getattr(asked, key) is None}
-    own["positions_train"] = own.get("positions_train") or asked.positions_train or IDENTITY
-    own["blocks"] = blocks if (blocks := blocks_of(checkpoint)) != "stream" else None
-    own["separate_documents"] = separates_documents(checkpoint) or None
-    return replace(asked, **own, rpe=checkpoint.complete(asked.rpe) if asked.rpe else checkpoint.encoding)
+    settings |= {key: value for key, value in defaults.items() if getattr(request, key) is None}
+    settings["positions_train"] = settings.get("positions_train") or request.positions_train or IDENTITY
+    settings["blocks"] = blocks if (blocks := training_blocks(checkpoint)) != "stream" else None
+    settings["separate_documents"] = separates_documents(checkpoint) or None
+    rpe = checkpoint.complete_spec(request.rpe) if request.rpe else checkpoint.encoding
+    return replace(request, **settings, rpe=rpe)
 
 
-def _trained(checkpoint: Checkpoint) -> int:
-    """Tokens of the longest texts that it was trained on: more than its own length, where it was extended before."""
-    found = checkpoint.task.get("tokens_per_sample")
-    return max(found if isinstance(found, int) else 0, checkpoint.train_length() or 0)
+def _trained_length(checkpoint: RpeCheckpoint) -> int:
+    """Return the tokens of the longest texts of all trainings; an extension does not change the training length."""
+    tokens = checkpoint.task.get("tokens_per_sample")
+    return max(tokens if isinstance(tokens, int) else 0, checkpoint.train_length() or 0)
 
 
-def _check_length(request: Request, checkpoint: Checkpoint, original: int, tokens: int) -> int:
-    """How far the positions of the further training reach.
+def _check_length(request: TrainingRequest, checkpoint: RpeCheckpoint, original: int, tokens: int) -> int:
+    """Return the number of positions that the further training covers.
 
-    Raises UserError: not beyond the training before, or not to the end of its own texts.
+    Raises UserError: it is not larger than that of the earlier training, or smaller than ``tokens``.
     """
-    moved = positions.build(request.positions_train or IDENTITY, original)
-    trained, end = _trained(checkpoint), moved.longest
-    if end is not None and end < tokens:
+    transform = positions.build(request.positions_train or IDENTITY, original)
+    trained, limit = _trained_length(checkpoint), transform.max_length
+    if limit is not None and limit < tokens:
         raise UserError(
-            f"--positions-train {request.positions_train} ends at {end} positions: fewer than --tokens {tokens}"
+            f"--positions-train {request.positions_train} ends at {limit} positions: fewer than --tokens {tokens}"
         )
-    far = end or tokens * (getattr(moved.config, "times", None) or 1)
-    reach = far if moved.random else tokens
-    if tokens < trained or reach <= trained:
+    count = tokens
+    if transform.random:
+        count = limit or tokens * (getattr(transform.config, "times", None) or 1)
+    if tokens < trained or count <= trained:
         raise UserError(
             f"--tokens {tokens} is not above the {trained} tokens that {checkpoint.path} was trained on: give more, or "
             "as many with --positions-train pose:target=N, which skips beyond them"
         )
-    return reach
+    return count
 
 
-def _with_parameters(
-    request: Request, checkpoint: Checkpoint, original: int, tokens: int
-) -> tuple[Request, Mapping[str, Tensor]]:
-    """The request, and the parameters that its encoding has and the checkpoint has not, as they are before training.
+def _check_parameters(
+    request: TrainingRequest, checkpoint: RpeCheckpoint, original: int, tokens: int
+) -> tuple[TrainingRequest, Mapping[str, Tensor]]:
+    """Return the request with a valid ``rpe_share``, and the initialised parameters that the checkpoint lacks.
 
-    Raises UserError: the checkpoint's parameters are not the encoding's, or a table of positions would have to be
-    learned anew.
+    Raises UserError: the encoding lacks parameters of the checkpoint, or is a table of positions without trained rows.
     """
-    first, named = checkpoint.path, f"--rpe {request.rpe}"
-    heads, width, layers = (checkpoint.size(f"decoder_{key}") for key in ("attention_heads", "embed_dim", "layers"))
+    path, option = checkpoint.path, f"--rpe {request.rpe}"
+    heads, width, layers = (
+        checkpoint.integer_setting(f"decoder_{key}") for key in ("attention_heads", "embed_dim", "layers")
+    )
     if request.rpe_share not in (None, "auto", *encodings.build(request.rpe, heads, width, original).sharing_modes):
         request = replace(request, rpe_share="auto")
     assert request.data is not None
     symbols = corpus.read_dictionary(request.data / "dict.txt")
     torch.manual_seed(request.seed)
-    made = build_for_model(request.rpe, heads, width, layers, original, symbols, request.rpe_share or "auto")
-    own, there = (
-        {f"{ENCODINGS}{n}.{key}": value for n, one in enumerate(several) for key, value in one.items()}
-        for several in ([one.state_dict() for one in made], checkpoint.encodings)
+    built = build_for_model(request.rpe, heads, width, layers, original, symbols, request.rpe_share or "auto")
+    new, trained = (
+        {f"{_PARAMETER_PREFIX}{n}.{key}": value for n, layer in enumerate(states) for key, value in layer.items()}
+        for states in ([encoding.state_dict() for encoding in built], checkpoint.encoding_weights)
     )
-    for name, value in there.items():
-        if name not in own or own[name].shape != value.shape:
-            size = f" of {tuple(value.shape)}" if name in own else ""
+    for name, value in trained.items():
+        if name not in new or new[name].shape != value.shape:
+            size = f" of {tuple(value.shape)}" if name in new else ""
             raise UserError(
-                f"{named} has no parameter {name}{size}, which {first} has learned with '{checkpoint.encoding}': name "
+                f"{option} has no parameter {name}{size}, which {path} has learned with '{checkpoint.encoding}': name "
                 "that encoding, or train from the start"
             )
-    fresh = {name: value for name, value in own.items() if name not in there}
-    if made[0].embeds and made[0].position_type == "whole":
-        if fresh:
-            raise UserError(f"{named} is a table of positions that {first} has not learned: train from the start")
-        made[0].embed(torch.zeros(1, tokens, width), Positions.arange(tokens))
-    return request, fresh
+    untrained = {name: value for name, value in new.items() if name not in trained}
+    if built[0].embeds and built[0].position_type == "whole":
+        if untrained:
+            raise UserError(f"{option} is a table of positions that {path} has not learned: train from the start")
+        # refuses more tokens than the table has rows
+        built[0].embed(torch.zeros(1, tokens, width), Positions.arange(tokens))
+    return request, untrained
 
 
-def _begin_with(begin: Path, request: Request, checkpoint: Checkpoint, fresh: Mapping[str, Tensor]) -> Request:
-    """Write a copy of the checkpoint that has the ``fresh`` parameters too, and begin the training with it."""
-    first = checkpoint.path
-    state, _ = checkpoint_file.read(first)
-    state["model"] = {**state["model"], **fresh}
-    settings = state["cfg"]["model"] if state.get("cfg") else state["args"]
-    said = settings if isinstance(settings, dict) else vars(settings)
-    said |= {"rpe": request.rpe, "rpe_share": request.rpe_share or "auto"}  # as its weights are now
-    replace_with(begin, partial(_save, state))
-    several = ", ".join(list(fresh)[:3]) + (", …" if len(fresh) > 3 else "")
-    print(f"--rpe {request.rpe} has parameters that {first} lacks: {several}; they begin untrained, in {begin}")
-    return replace(request, finetune_from=begin)
+def _write_start(
+    start: Path, request: TrainingRequest, checkpoint: RpeCheckpoint, new_parameters: Mapping[str, Tensor]
+) -> TrainingRequest:
+    """Write a copy of the checkpoint with additional parameters; return the request that starts from it."""
+    state, _ = checkpoint_file.read_file(checkpoint.path)
+    state["model"] = {**state["model"], **new_parameters}
+    model = state["cfg"]["model"] if state.get("cfg") else state["args"]
+    settings = model if isinstance(model, dict) else vars(model)
+    settings |= {"rpe": request.rpe, "rpe_share": request.rpe_share or "auto"}  # the settings of its new weights
+    write_via_temporary(start, partial(_save, state))
+    names = ", ".join(list(new_parameters)[:3]) + (", …" if len(new_parameters) > 3 else "")
+    print(f"--rpe {request.rpe} has parameters that {checkpoint.path} lacks: {names}; they begin untrained, in {start}")
+    return replace(request, finetune_from=start)
 
 
 def _save(state: object, target: Path) -> None:
-    """The same bytes each time, so that a rerun knows its own run: torch puts a file's name in it where it can."""
+    """Save with the same bytes each time, so that a rerun finds its run; given a path, torch stores its name too."""
     with open(target, "wb") as file:
         torch.save(state, file)

@@ -1,4 +1,4 @@
-"""The runs of a sweep over questions: models trained on text, fine-tuned on each folder of questions, and asked."""
+"""Builds the runs of a sweep over questions: pre-training on text, then fine-tuning on each folder of questions."""
 
 import sys
 from collections.abc import Collection
@@ -8,135 +8,164 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation import records
-from fairseq_rpe.evaluation.position_limits import longest_row
+from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.question_records import QuestionKey, QuestionRequest
 from fairseq_rpe.questions import dataset
-from fairseq_rpe.questions.streaming_metrics import adds_up
-from fairseq_rpe.runs.settings import Request, plan
-from fairseq_rpe.sweeps.fine_tuning_config import Folder, Tuning
-from fairseq_rpe.sweeps.grid import Cell, Evaluation, command_line, common_words, further_plan, request_of, within
-from fairseq_rpe.sweeps.recipes import Scale, divided
+from fairseq_rpe.questions.metrics import is_streamable
+from fairseq_rpe.runs.settings import TrainingRequest, make_plan
+from fairseq_rpe.sweeps.grid import (
+    Evaluation,
+    SweepRun,
+    command_line,
+    common_arguments,
+    lengths_within_limit,
+    plan_continuation,
+    training_request,
+)
+from fairseq_rpe.sweeps.recipes import FineTuningConfig, Preset, QuestionFolder, batch_per_process
 from fairseq_rpe.sweeps.resolve import Sweep
-from fairseq_rpe.sweeps.sweep_record import Asking, Method, SweepFolder
+from fairseq_rpe.sweeps.sweep_record import Method, QuestionConfig, SweepFolder
 
 
-def make(sweep: Sweep, data_digest: str | None, unseen: Collection[str] = ()) -> list[Cell]:
-    """A cell for each (encoding, seed) that is trained on text, then one for each (folder of questions, method, seed).
+def build_fine_tuning_runs(sweep: Sweep, data_digest: str | None, without_bias: Collection[str] = ()) -> list[SweepRun]:
+    """Build a pre-training for each (encoding, seed) and a fine-tuning for each (question folder, method, seed).
 
-    A method begins with the training of its own encoding, or of the one that it continues. ``data_digest``: of the
-    text. The encodings in ``unseen`` are trained without --inspect-every. Raises UserError: a set cannot be asked.
+    A fine-tuning starts from the pre-training of its method, or of the method that this one continues.
+
+    Args:
+        sweep: the sweep.
+        data_digest: digest of the text.
+        without_bias: encodings that are trained without ``--log-encodings-every``.
+
+    Returns:
+        The pre-trainings, then the fine-tunings.
+
+    Raises:
+        UserError: a folder of questions cannot be evaluated.
     """
-    sources = {method.name: method for method in sweep.trained}
-    first: dict[str, Cell] = {}
-    tuned: dict[str, Cell] = {}
-    for name, folder in sweep.questions.items():
+    trained = {method.name: method for method in sweep.trained}
+    pretrainings: dict[str, SweepRun] = {}
+    fine_tunings: dict[str, SweepRun] = {}
+    for label, folder in sweep.questions.items():
         for method in sweep.methods:
-            source = sources[method.continues or method.name]
+            source = trained[method.continues or method.name]
             for seed in sweep.seeds:
-                begun = source.run_name(seed)
-                if begun not in first:
-                    first[begun] = _pretraining(sweep, source, seed, data_digest, source.rpe not in unseen)
-                run = method.run_name(seed, name)
-                if run not in tuned:
-                    tuned[run] = _fine_tuning(sweep, name, method, seed, first[begun], method.rpe not in unseen)
-                tuned[run].evaluations.append(_asked(sweep, folder, tuned[run], method))
-    return [*first.values(), *tuned.values()]
+                parent = source.run_name(seed)
+                if parent not in pretrainings:
+                    logs_encodings = source.rpe not in without_bias
+                    pretrainings[parent] = _pretraining(sweep, source, seed, data_digest, logs_encodings)
+                name = method.run_name(seed, label)
+                if name not in fine_tunings:
+                    logs_encodings = method.rpe not in without_bias
+                    fine_tunings[name] = _fine_tuning(sweep, label, method, seed, pretrainings[parent], logs_encodings)
+                fine_tunings[name].evaluations.append(_evaluation(sweep, folder, fine_tunings[name], method))
+    return [*pretrainings.values(), *fine_tunings.values()]
 
 
-def _pretraining(sweep: Sweep, method: Method, seed: int, digest: str | None, inspected: bool) -> Cell:
-    """The training on text: one of this sweep's, or a finished one of the same in the folder that the recipe names."""
-    own = _on_text(sweep, sweep.out, method, seed, digest, inspected)
-    scale = sweep.scale
-    if scale is None or scale.pretrained is None or own.folder.checkpoints.record() is not None:
-        return own
-    there = _on_text(sweep, Path(scale.pretrained), method, seed, digest, inspected)
-    record, folder = there.folder.checkpoints.record(), there.folder.checkpoints
+def _pretraining(sweep: Sweep, method: Method, seed: int, digest: str | None, logs_encodings: bool) -> SweepRun:
+    """Return the pre-training of a method: one of this sweep, or the same one finished in the folder ``pretrained``."""
+    run = _training_on_text(sweep, sweep.out, method, seed, digest, logs_encodings)
+    preset = sweep.preset
+    if preset is None or preset.pretrained is None or run.folder.checkpoints.read_record() is not None:
+        return run
+    other = _training_on_text(sweep, Path(preset.pretrained), method, seed, digest, logs_encodings)
+    folder = other.folder.checkpoints
+    record = folder.read_record()
     if record is None:
-        return own
-    other = there.plan.settings.difference(record.settings)
-    if not other and folder.finished(there.plan) is not None:
-        return there
-    print(f"{folder.path} is not used: {other or 'its training is not finished'}", file=sys.stderr)
-    return own
+        return run
+    difference = other.plan.settings.difference(record.settings)
+    if not difference and folder.finished_digest(other.plan) is not None:
+        return other
+    print(f"{folder.path} is not used: {difference or 'its training is not finished'}", file=sys.stderr)
+    return run
 
 
-def _on_text(sweep: Sweep, out: Path, method: Method, seed: int, digest: str | None, inspected: bool) -> Cell:
-    request = request_of(replace(sweep, out=out), method, seed, None, None, inspected)
-    return Cell(SweepFolder(out).run_of(method, seed), request, plan(request, digest or ""))
+def _training_on_text(
+    sweep: Sweep, out: Path, method: Method, seed: int, digest: str | None, logs_encodings: bool
+) -> SweepRun:
+    request = training_request(replace(sweep, out=out), method, seed, None, None, logs_encodings)
+    return SweepRun(SweepFolder(out).run_folder(method, seed), request, make_plan(request, digest or ""))
 
 
-def _fine_tuning(sweep: Sweep, name: str, method: Method, seed: int, first: Cell, inspected: bool) -> Cell:
-    scale = sweep.scale or Scale()
-    tuning, asking = scale.tuning or Tuning(), scale.asking or Asking()
-    request = request_of(sweep, method, seed, None, first, inspected)
-    place, data = SweepFolder(sweep.out), Path(sweep.questions[name].data)
-    folder = place.run_of(method, seed, name)
+def _fine_tuning(
+    sweep: Sweep, label: str, method: Method, seed: int, parent: SweepRun, logs_encodings: bool
+) -> SweepRun:
+    preset = sweep.preset or Preset()
+    config, question_config = preset.tuning or FineTuningConfig(), preset.question_config or QuestionConfig()
+    request = training_request(sweep, method, seed, None, parent, logs_encodings)
+    sweep_folder, data = SweepFolder(sweep.out), Path(sweep.questions[label].data)
+    folder = sweep_folder.run_folder(method, seed, label)
+    # encodings and positions keep the length of the pre-training
+    length_flags = ["--rpe-train-length", str(parent.plan.settings.tokens)]
     request = replace(
-        _tuned(request, tuning, sweep.base),
+        _with_fine_tuning_settings(request, config, sweep.base_request),
         data=data,
         blocks=None,  # each question is a row
         separate_documents=None,
-        save_dir=folder.checkpoints.path,
-        tensorboard=place.tensorboard / folder.name,
-        # what encodings and positions go by stays the length of the training on text
-        extra=(*request.extra, "--rpe-train-length", str(first.plan.settings.tokens), *tuning.flags(asking)),
+        out=folder.checkpoints.path,
+        tensorboard=sweep_folder.tensorboard / folder.name,
+        extra=(*request.extra, *length_flags, *config.flags(question_config)),
     )
-    digest = dataset.digest(data) if data.is_dir() else ""
-    if asking.checkpoint == "best" and data.is_dir():
+    digest = dataset.dataset_digest(data) if data.is_dir() else ""
+    kind = question_config.checkpoint
+    if kind == "best" and data.is_dir():
         _check_scores(data)
-    fixed = further_plan(method, request, digest)
-    return Cell(folder, request, fixed, first, kind="answers", asked=asking.checkpoint)
+    plan = plan_continuation(method, request, digest)
+    return SweepRun(folder, request, plan, parent, kind="answers", checkpoint_kind=kind)
 
 
 def _check_scores(data: Path) -> None:
-    """Raises UserError: no set of the folder has a score that a validation can find."""
-    if not any(adds_up(info.published) for info in dataset.load(data).sets.values()):
+    """Check that a set of the folder has a score that validation can compute."""
+    if not any(is_streamable(info.published) for info in dataset.load_dataset(data).sets.values()):
         raise UserError(
-            f"no set of {data} is scored by a mean over questions, which the best checkpoint is chosen by: leave out "
-            "asking.checkpoint"
+            f"no set of {data} is scored by a mean over questions, which selects the best checkpoint: leave out "
+            "question_config.checkpoint"
         )
 
 
-def _tuned(request: Request, tuning: Tuning, base: Request) -> Request:
-    """The request with what the fine-tuning does in another way than the training on text."""
-    own: dict[str, Any] = {key: value for key, value in tuning.given().items() if hasattr(request, key)}
-    if tuning.batch_sentences is not None:
-        own["batch_sentences"] = divided(tuning.batch_sentences, base)
-    if (tuning.schedule or request.schedule) != "cosine":
-        own["min_lr"] = None
-    return replace(request, **own)
+def _with_fine_tuning_settings(
+    request: TrainingRequest, config: FineTuningConfig, base: TrainingRequest
+) -> TrainingRequest:
+    """Replace the settings of the pre-training that the fine-tuning changes."""
+    settings: dict[str, Any] = {key: value for key, value in config.stated().items() if hasattr(request, key)}
+    if config.batch_sentences is not None:
+        settings["batch_sentences"] = batch_per_process(config.batch_sentences, base)
+    if (config.schedule or request.schedule) != "cosine":
+        settings["min_lr"] = None
+    return replace(request, **settings)
 
 
-def _asked(sweep: Sweep, folder: Folder, cell: Cell, method: Method) -> Evaluation:
-    """The command that asks a fine-tuned model, at every length that its positions reach."""
-    asking = (sweep.scale or Scale()).asking or Asking()
-    data, first = Path(folder.data), (cell.parent or cell).plan.settings.tokens
-    lengths, left_out = within(longest_row(method.positions_eval, first), sweep.lengths, method, "tokens")
+def _evaluation(sweep: Sweep, folder: QuestionFolder, run: SweepRun, method: Method) -> Evaluation:
+    """Return the command that evaluates a fine-tuned model at every length that its positions allow."""
+    config = (sweep.preset or Preset()).question_config or QuestionConfig()
+    data, pretraining_length = Path(folder.data), (run.parent or run).plan.settings.tokens
+    limit = max_length(method.positions_eval, pretraining_length)
+    lengths, skipped = lengths_within_limit(limit, sweep.lengths, method, "tokens")
     request = QuestionRequest(
-        checkpoint=cell.folder.checkpoints.file(asking.checkpoint),
+        checkpoint=run.folder.checkpoints.checkpoint_path(config.checkpoint),
         data=data,
         lengths=lengths,
         sets=folder.sets or None,
-        subset=sweep.subset,
+        split=sweep.split,
         rpe=method.rpe_eval,
-        positions=method.positions_eval,
-        by=asking.by,
-        beam=asking.beam,
-        cut=asking.cut,
+        positions_eval=method.positions_eval,
+        answer_mode=config.answer_mode,
+        beam=config.beam,
+        truncate=config.truncate,
     )
-    words = command_line("answer", str(request.checkpoint), str(data), "--subset", sweep.subset)
+    words = command_line("eval-questions", str(request.checkpoint), str(data), "--split", sweep.split)
     words += ["--sets", ",".join(folder.sets)] if folder.sets else []
-    said = {key: value for key, value in asking.options.items() if value != getattr(Asking(), key)}
-    words += [word for key, value in said.items() for word in (f"--{key}", str(value))]
-    words += ["--predictions", str(cell.folder.path / "answers" / method.name)]
-    words += common_words(cell, method, lengths)
-    keys = request.keys_of("") if data.is_dir() else _supposed(request)
-    return Evaluation(words, tuple(keys), data, left_out=left_out)
+    changed = {key: value for key, value in config.options.items() if value != getattr(QuestionConfig(), key)}
+    words += [word for key, value in changed.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    words += ["--predictions", str(run.folder.path / "answers" / method.name)]
+    words += common_arguments(run, method, lengths)
+    keys = request.keys_for_digest("") if data.is_dir() else _presumed_keys(request)
+    return Evaluation(words, tuple(keys), data, skipped_lengths=skipped)
 
 
-def _supposed(request: QuestionRequest) -> list[QuestionKey]:
-    """What will be measured on a folder that is not there yet, of a set of which the name is not known."""
-    of: dict[str, Any] = {"rpe": request.rpe, "positions": request.positions}
-    of["draws"] = records.draws_of(request.positions)
-    key = QuestionKey(checkpoint="", data="", subset=request.subset, set="", **of, length=1)
+def _presumed_keys(request: QuestionRequest) -> list[QuestionKey]:
+    """Return the keys of a folder that does not exist yet; without ``sets``, of one set with an empty name."""
+    overrides: dict[str, Any] = {"rpe": request.rpe, "positions": request.positions_eval}
+    overrides["draws"] = records.default_draws(request.positions_eval)
+    key = QuestionKey(checkpoint="", data="", split=request.split, set="", **overrides, length=1)
     return [replace(key, set=name, length=n) for name in request.sets or ("",) for n in request.lengths]

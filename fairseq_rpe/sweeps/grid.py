@@ -1,4 +1,4 @@
-"""The runs of a sweep: what is trained once, and how it is evaluated for each method that shares it."""
+"""Builds the runs of a sweep: one training each, with the evaluations of all methods that share it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,35 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation import records
-from fairseq_rpe.evaluation.position_limits import longest_row, most_items
+from fairseq_rpe.evaluation.position_limits import max_items, max_length
 from fairseq_rpe.evaluation.question_records import QuestionKey, QuestionResult
-from fairseq_rpe.evaluation.records import AnswerKey, AnswerResult, Result, TextKey, TextResult
+from fairseq_rpe.evaluation.records import ExactMatchKey, ExactMatchResult, Result, TextKey, TextResult
 from fairseq_rpe.runs import launch
-from fairseq_rpe.runs.run_folder import RunFolder, Which
-from fairseq_rpe.runs.settings import Plan, Request, plan
-from fairseq_rpe.sweeps.recipes import divided
+from fairseq_rpe.runs.run_folder import CheckpointKind, RunFolder
+from fairseq_rpe.runs.settings import TrainingPlan, TrainingRequest, make_plan
+from fairseq_rpe.sweeps.recipes import batch_per_process
 from fairseq_rpe.sweeps.resolve import Sweep
 from fairseq_rpe.sweeps.sweep_record import Kind, Method, SweepFolder
 from fairseq_rpe.utils.child_processes import module_command
 
 TRAINING, EVALUATING = "training", "evaluating"
-RESULTS: dict[Kind, type[Result]] = {"text": TextResult, "algorithms": AnswerResult, "answers": QuestionResult}
+RESULT_TYPES: dict[Kind, type[Result]] = {"text": TextResult, "algorithms": ExactMatchResult, "answers": QuestionResult}
 
 
 def command_line(*words: str) -> list[str]:
-    """The command that carries out a command of ``fairseq-rpe`` in a process of its own."""
+    """Return the program and arguments that execute a command of ``fairseq-rpe``."""
     return module_command("fairseq_rpe.cli.main", *words)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of a run and the file that its output is added to."""
+    """One command of a run.
+
+    Attributes:
+        name: :data:`TRAINING` or :data:`EVALUATING`.
+        command: program and arguments.
+        log: file to which the output is appended.
+    """
 
     name: str
     command: list[str]
@@ -42,227 +48,295 @@ class Stage:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One command that adds results to a run, and what they are of; the checkpoint is not known before the training.
+    """One evaluation command of a run with the keys of its results.
 
-    ``data``: the text, if it is one; ``corpus``: its name, if it is not the one that is trained on.
+    Attributes:
+        command: program and arguments.
+        keys: keys of the results; their checkpoint is empty, because it is known after the training.
+        data: text or question folder; None for a generated task.
+        text_name: name of a text other than that of the training.
+        skipped_lengths: reason why the method is not evaluated at some lengths; empty otherwise.
     """
 
     command: list[str]
-    keys: tuple[TextKey | AnswerKey | QuestionKey, ...]
+    keys: tuple[TextKey | ExactMatchKey | QuestionKey, ...]
     data: Path | None = None
-    corpus: str | None = None
-    left_out: str = ""  # which lengths the method cannot be evaluated at, and why
+    text_name: str | None = None
+    skipped_lengths: str = ""
 
 
 @dataclass(eq=False)
-class Cell:
-    """One training run, with the evaluations that it is good for; ``parent``: the run that it continues.
+class SweepRun:
+    """One training of a sweep with its evaluations.
 
-    ``kind``: of its evaluations.
+    Attributes:
+        folder: folder of the run.
+        request: options of the training.
+        plan: what the request resolves to.
+        parent: run whose checkpoint the training starts from.
+        evaluations: evaluations of all methods that share the training.
+        kind: what is evaluated.
+        checkpoint_kind: checkpoint that is evaluated.
     """
 
     folder: RunFolder
-    request: Request
-    plan: Plan
-    parent: Cell | None = None
+    request: TrainingRequest
+    plan: TrainingPlan
+    parent: SweepRun | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
     kind: Kind = "text"
-    asked: Which = "last"  # of its checkpoints, by evaluations
+    checkpoint_kind: CheckpointKind = "last"
 
     @property
     def name(self) -> str:
+        """Name of the folder."""
         return self.folder.name
 
     @property
     def train_command(self) -> list[str]:
+        """Program and arguments of the training."""
         return command_line("train", *self.request.argv())
 
     @property
-    def rows(self) -> int:
-        """Results of the finished cell."""
+    def result_count(self) -> int:
+        """Number of results of the finished run."""
         return sum(len(evaluation.keys) for evaluation in self.evaluations)
 
     @property
     def lengths(self) -> tuple[int, ...]:
+        """Lengths of the evaluation."""
         return tuple(sorted({key.length for evaluation in self.evaluations for key in evaluation.keys}))
 
-    def finished(self) -> str | None:
-        """The digest of the finished run's checkpoint, or nothing if there is training left.
+    def finished_digest(self) -> str | None:
+        """Return the digest of the last checkpoint, None if the training is not finished.
 
-        Raises UserError: its folder holds another run.
+        Raises:
+            UserError: the folder holds another run.
         """
         if self.parent is None:
-            return self.folder.checkpoints.finished(self.plan)
-        before = self.parent.finished()
-        if before is None:
+            return self.folder.checkpoints.finished_digest(self.plan)
+        parent_digest = self.parent.finished_digest()
+        if parent_digest is None:
             return None
-        settings = replace(self.plan.settings, finetune_from=before)
-        return self.folder.checkpoints.finished(replace(self.plan, settings=settings))
+        settings = replace(self.plan.settings, finetune_from=parent_digest)
+        return self.folder.checkpoints.finished_digest(replace(self.plan, settings=settings))
 
-    def work_left(self) -> list[Stage]:
-        """The stages that the run still needs: none, some evaluations, or all."""
+    def remaining_stages(self) -> list[Stage]:
+        """Return the stages that are left: none, evaluations, or the training and all evaluations."""
         log = self.folder.eval_log
-        digest = self.finished()
+        digest = self.finished_digest()
         if digest is None:
             training = Stage(TRAINING, self.train_command, self.folder.train_log)
             return [training, *(Stage(EVALUATING, e.command, log) for e in self.evaluations)]
-        if self.asked != "last":
-            digest = self.folder.checkpoints.chosen(self.asked)
-        known = {result.key for result in records.read(RESULTS[self.kind], self.folder.results)}
+        if self.checkpoint_kind != "last":
+            digest = self.folder.checkpoints.checkpoint_digest(self.checkpoint_kind)
+        measured = {result.key for result in records.read_results(RESULT_TYPES[self.kind], self.folder.results)}
         return [
             Stage(EVALUATING, evaluation.command, log)
             for evaluation in self.evaluations
-            if any(replace(key, checkpoint=digest) not in known for key in evaluation.keys)
+            if any(replace(key, checkpoint=digest) not in measured for key in evaluation.keys)
         ]
 
-    def torchrun(self, on_slurm: bool, gpus: int) -> str:
-        """What the training starts on each node, as a line for a shell."""
-        node = launch.in_slurm(self.request) if on_slurm else launch.Node()
-        return launch.shown(launch.command(self.request, self.plan, node, gpus))
+    def launch_line(self, on_slurm: bool, gpus: int) -> str:
+        """Return the command that the training starts on each node.
+
+        Args:
+            on_slurm: whether the nodes are those of a SLURM job.
+            gpus: GPUs of each node.
+
+        Returns:
+            A line for a shell.
+        """
+        node = launch.slurm_node(self.request) if on_slurm else launch.Node()
+        return launch.shell_line(launch.training_command(self.request, self.plan, node, gpus))
 
 
-def make(sweep: Sweep, data_digest: str | None, unseen: Collection[str] = ()) -> list[Cell]:
-    """One cell per (encoding, training positions, task, seed): methods that differ in evaluation alone share it.
+def build_runs(sweep: Sweep, data_digest: str | None, without_bias: Collection[str] = ()) -> list[SweepRun]:
+    """Build one run per (encoding, training positions, task, seed); methods that differ only in evaluation share it.
 
-    A cell comes after the one that it continues. ``data_digest``: of the text, if it is one. The encodings in
-    ``unseen`` are trained without --inspect-every.
+    Args:
+        sweep: the sweep.
+        data_digest: digest of the text, None for generated tasks.
+        without_bias: encodings that are trained without ``--log-encodings-every``.
+
+    Returns:
+        The runs; a run comes after the one that it continues.
     """
-    cells: dict[str, Cell] = {}
+    runs: dict[str, SweepRun] = {}
     by_name = {method.name: method for method in sweep.trained}
     texts = _texts(sweep, data_digest)
     for algorithm in sweep.algorithms or (None,):
         for method in sweep.trained:
             for seed in sweep.seeds:
                 name = method.run_name(seed, algorithm)
-                if name not in cells:
-                    first = cells[by_name[method.continues].run_name(seed, algorithm)] if method.continues else None
-                    request = request_of(sweep, method, seed, algorithm, first, method.rpe not in unseen)
-                    folder = SweepFolder(sweep.out).run_of(method, seed, algorithm)
+                if name not in runs:
+                    parent = runs[by_name[method.continues].run_name(seed, algorithm)] if method.continues else None
+                    request = training_request(sweep, method, seed, algorithm, parent, method.rpe not in without_bias)
+                    folder = SweepFolder(sweep.out).run_folder(method, seed, algorithm)
                     kind: Kind = "algorithms" if algorithm else "text"
                     digest = data_digest or ""
-                    fixed = further_plan(method, request, digest) if first else plan(request, digest)
-                    cells[name] = Cell(folder, request, fixed, first, kind=kind)
+                    plan = plan_continuation(method, request, digest) if parent else make_plan(request, digest)
+                    runs[name] = SweepRun(folder, request, plan, parent, kind=kind)
                 if method in sweep.methods:
-                    cells[name].evaluations += _evaluations(sweep, cells[name], method, texts)
-    return list(cells.values())
+                    runs[name].evaluations += _evaluations(sweep, runs[name], method, texts)
+    return list(runs.values())
 
 
 def _texts(sweep: Sweep, data_digest: str | None) -> dict[str | None, tuple[Path, str]]:
-    """By name, none for the one that is trained on, the folder and digest of each text to evaluate on."""
+    """Return folder and digest of each text of the evaluation by name; None names the text of the training."""
     if sweep.data is None:
         return {}
-    found: dict[str | None, tuple[Path, str]] = {None: (sweep.data, data_digest or "")}
+    texts: dict[str | None, tuple[Path, str]] = {None: (sweep.data, data_digest or "")}
     for name, data in sweep.evaluate.items():
-        found[name] = data, corpus.digest(data) if data.is_dir() else ""
-    return found
+        texts[name] = data, corpus.corpus_digest(data) if data.is_dir() else ""
+    return texts
 
 
-def request_of(
-    sweep: Sweep, method: Method, seed: int, algorithm: str | None, first: Cell | None, inspected: bool
-) -> Request:
-    """What the training of a cell is asked to be; ``first``: the one that it continues."""
-    place = SweepFolder(sweep.out)
-    folder = place.run_of(method, seed, algorithm)
-    own: dict[str, Any] = {**method.further.given()}
+def training_request(
+    sweep: Sweep, method: Method, seed: int, algorithm: str | None, parent: SweepRun | None, logs_encodings: bool
+) -> TrainingRequest:
+    """Return the options of the training of a run.
+
+    Args:
+        sweep: the sweep.
+        method: method that is trained.
+        seed: seed of the run.
+        algorithm: generated task, None for a text.
+        parent: run that the training continues.
+        logs_encodings: whether ``--log-encodings-every`` applies.
+
+    Returns:
+        The request.
+    """
+    sweep_folder = SweepFolder(sweep.out)
+    folder = sweep_folder.run_folder(method, seed, algorithm)
+    overrides: dict[str, Any] = {**method.further.stated()}
     if method.further.batch_sentences is not None:
-        own["batch_sentences"] = divided(method.further.batch_sentences, sweep.base)
+        overrides["batch_sentences"] = batch_per_process(method.further.batch_sentences, sweep.base_request)
     if method.further.schedule not in (None, "cosine"):
-        own["min_lr"] = None
-    given: dict[str, Any] = {
+        overrides["min_lr"] = None
+    settings: dict[str, Any] = {
         "rpe": method.rpe,
-        "save_dir": folder.checkpoints.path,
+        "out": folder.checkpoints.path,
         "data": sweep.data,
         "algorithm": algorithm,
         "positions_train": method.positions_train,
         "seed": seed,
-        "tensorboard": place.tensorboard / folder.name,
-        "inspect_every": sweep.base.inspect_every if inspected else None,
-        "finetune_from": first.folder.checkpoints.last if first else None,
+        "tensorboard": sweep_folder.tensorboard / folder.name,
+        "log_encodings_every": sweep.base_request.log_encodings_every if logs_encodings else None,
+        "finetune_from": parent.folder.checkpoints.last if parent else None,
     }
-    return replace(sweep.base, **given, **own)
+    return replace(sweep.base_request, **settings, **overrides)
 
 
-def further_plan(method: Method, request: Request, data_digest: str) -> Plan:
-    """Resolve the plan of a training that continues another one.
+def plan_continuation(method: Method, request: TrainingRequest, data_digest: str) -> TrainingPlan:
+    """Resolve a training that continues another one.
+
+    Args:
+        method: method that is trained.
+        request: options of the training.
+        data_digest: digest of the data folder.
+
+    Returns:
+        The plan of the training.
 
     Raises:
-        UserError: as :func:`~fairseq_rpe.runs.settings.plan` raises it, with the method's name, because the settings
-            are those of a recipe.
+        UserError: as :func:`~fairseq_rpe.runs.settings.make_plan`, with the name of the method of the recipe.
     """
     try:
-        return plan(request, data_digest)
+        return make_plan(request, data_digest)
     except UserError as error:
         raise UserError(f"further training of method '{method.name}': {error}") from None
 
 
 def _evaluations(
-    sweep: Sweep, cell: Cell, method: Method, texts: Mapping[str | None, tuple[Path, str]]
+    sweep: Sweep, run: SweepRun, method: Method, texts: Mapping[str | None, tuple[Path, str]]
 ) -> list[Evaluation]:
-    wanted, unit = _lengths(sweep, cell), build(cell.request.algorithm).unit if cell.request.algorithm else "tokens"
-    lengths, left_out = within(_limit(cell, method, sweep.subset), wanted, method, unit)
-    common = common_words(cell, method, lengths if sweep.lengths or left_out else ())
-    of: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval}
-    of["draws"] = records.draws_of(method.positions_eval)
-    checkpoint, task = str(cell.folder.checkpoints.last), cell.request.algorithm
+    requested = _requested_lengths(sweep, run)
+    unit = build(run.request.algorithm).length_unit if run.request.algorithm else "tokens"
+    lengths, skipped = lengths_within_limit(_length_limit(run, method, sweep.split), requested, method, unit)
+    common = common_arguments(run, method, lengths if sweep.lengths or skipped else ())
+    overrides: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval}
+    overrides["draws"] = records.default_draws(method.positions_eval)
+    checkpoint, task = str(run.folder.checkpoints.last), run.request.algorithm
     if task:
-        command = command_line("accuracy", checkpoint, "--split", sweep.subset, *common)
-        answers = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, **of, length=1)
-        depths = build(task).depths(sweep.subset) or (None,)
-        keys = tuple(replace(answers, length=n, depth=depth) for n in lengths for depth in depths)
-        return [Evaluation(command, keys, left_out=left_out)]
+        command = command_line("eval-task", checkpoint, "--split", sweep.split, *common)
+        key = ExactMatchKey(checkpoint="", algorithm=task, split=sweep.split, **overrides, length=1)
+        depths = build(task).depths(sweep.split) or (None,)
+        keys = tuple(replace(key, length=n, depth=depth) for n in lengths for depth in depths)
+        return [Evaluation(command, keys, skipped_lengths=skipped)]
     common += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
-    text = TextKey(checkpoint="", subset=sweep.subset, **of, length=1)
+    text = TextKey(checkpoint="", split=sweep.split, **overrides, length=1)
     return [
         Evaluation(
-            command_line("eval", checkpoint, str(data), "--subset", sweep.subset, *common),
+            command_line("eval", checkpoint, str(data), "--split", sweep.split, *common),
             tuple(replace(text, data=digest, length=n) for n in lengths),
             data,
             name,
-            left_out,
+            skipped,
         )
         for name, (data, digest) in texts.items()
     ]
 
 
-def within(limit: int | None, lengths: Sequence[int], method: Method, unit: str) -> tuple[list[int], str]:
-    """The lengths up to a limit, and in words which are left out.
+def lengths_within_limit(limit: int | None, lengths: Sequence[int], method: Method, unit: str) -> tuple[list[int], str]:
+    """Split lengths at the limit of a method's positions.
 
-    Raises UserError: all of them are.
+    Args:
+        limit: largest length, None without a limit.
+        lengths: requested lengths.
+        method: method that is evaluated, for the message.
+        unit: unit of the lengths, for the message.
+
+    Returns:
+        The lengths up to the limit, and a message about those beyond it (empty if there are none).
+
+    Raises:
+        UserError: all lengths are beyond the limit.
     """
     beyond = [n for n in lengths if limit is not None and n > limit]
     if not beyond:
         return list(lengths), ""
-    left_out = f"{method.name}: its positions end at {limit} {unit}, so it is not evaluated at"
-    left_out += f" {beyond[0]}" if len(beyond) == 1 else f" {len(beyond)} lengths from {beyond[0]} to {beyond[-1]}"
+    message = f"{method.name}: its positions end at {limit} {unit}, so it is not evaluated at"
+    message += f" {beyond[0]}" if len(beyond) == 1 else f" {len(beyond)} lengths from {beyond[0]} to {beyond[-1]}"
     if len(beyond) == len(lengths):
-        raise UserError(f"{left_out}: give smaller --lengths, or leave the method out")
-    return [n for n in lengths if n not in beyond], left_out
+        raise UserError(f"{message}: give smaller --lengths, or leave the method out")
+    return [n for n in lengths if n not in beyond], message
 
 
-def common_words(cell: Cell, method: Method, lengths: Sequence[int]) -> list[str]:
-    """What every command that evaluates a method is told, at ``lengths`` if they are said."""
-    words = ["--out", str(cell.folder.results), "--log", str(cell.folder.eval_log)]
-    words += ["--device", "cpu" if cell.request.device == "cpu" else "auto"]
+def common_arguments(run: SweepRun, method: Method, lengths: Sequence[int]) -> list[str]:
+    """Return the options that all evaluation commands of a method have.
+
+    Args:
+        run: run that is evaluated.
+        method: method that is evaluated.
+        lengths: lengths of the evaluation; empty for the default.
+
+    Returns:
+        Options and values.
+    """
+    words = ["--out", str(run.folder.results), "--log", str(run.folder.eval_log)]
+    words += ["--device", "cpu" if run.request.device == "cpu" else "auto"]
     words += ["--lengths", ",".join(map(str, lengths))] if lengths else []
-    words += ["--rpe-module", str(cell.request.rpe_module)] if cell.request.rpe_module else []
-    words += ["--positions", method.positions_eval] if method.positions_eval else []
+    words += ["--rpe-module", str(run.request.rpe_module)] if run.request.rpe_module else []
+    words += ["--positions-eval", method.positions_eval] if method.positions_eval else []
     return words + (["--rpe", method.rpe_eval] if method.rpe_eval else [])
 
 
-def _limit(cell: Cell, method: Method, subset: str) -> int | None:
-    """Tokens, or items of a task, of the longest row that the method's positions reach; None: they reach any."""
-    if cell.request.algorithm:
-        return most_items(method.positions_eval, build(cell.request.algorithm), subset)
-    return longest_row(method.positions_eval, cell.plan.settings.tokens)
+def _length_limit(run: SweepRun, method: Method, split: str) -> int | None:
+    """Return the largest length in tokens or items that the positions of the method allow, None if any."""
+    if run.request.algorithm:
+        return max_items(method.positions_eval, build(run.request.algorithm), split)
+    return max_length(method.positions_eval, run.plan.settings.tokens)
 
 
-def _lengths(sweep: Sweep, cell: Cell) -> list[int]:
-    """Those to evaluate: the training lengths are always among those of a text, of what is trained further too."""
-    task = cell.request.algorithm
+def _requested_lengths(sweep: Sweep, run: SweepRun) -> list[int]:
+    """Return the lengths of the evaluation; those of a text include the lengths of all trainings."""
+    task = run.request.algorithm
     if task is None:
         further = (method.further.tokens for method in sweep.methods)
-        return sorted({(cell.parent or cell).plan.settings.tokens, *filter(None, further), *sweep.lengths})
-    built = build(task)
-    if gone := built.lacks(sweep.subset, sweep.lengths):
-        raise UserError(f"'{task}' has {gone}")
-    return sorted(sweep.lengths or built.lengths(sweep.subset))
+        return sorted({(run.parent or run).plan.settings.tokens, *filter(None, further), *sweep.lengths})
+    algorithm = build(task)
+    if missing := algorithm.missing_lengths(sweep.split, sweep.lengths):
+        raise UserError(f"'{task}' has {missing}")
+    return sorted(sweep.lengths or algorithm.lengths(sweep.split))

@@ -1,4 +1,4 @@
-"""The runs of a sweep on this machine: several at a time, each with its share of cores and GPUs, under one bar."""
+"""Runs the stages of a sweep on this machine: several runs at a time under one progress bar."""
 
 from __future__ import annotations
 
@@ -9,64 +9,88 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fairseq_rpe.core.errors import DEBUG
+from fairseq_rpe.algorithms import build
+from fairseq_rpe.core.errors import DEBUG_VARIABLE
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation.question_records import QuestionKey
+from fairseq_rpe.evaluation.records import ExactMatchKey
+from fairseq_rpe.questions import dataset
 from fairseq_rpe.runs import processes
 from fairseq_rpe.runs.child_output import last_error
-from fairseq_rpe.runs.log import Heard
-from fairseq_rpe.sweeps import cost_estimate
-from fairseq_rpe.sweeps.grid import TRAINING, Cell, Stage
+from fairseq_rpe.runs.log import TrainingLogParser
+from fairseq_rpe.sweeps.grid import TRAINING, Stage, SweepRun
 from fairseq_rpe.utils import devices
 from fairseq_rpe.utils.progress import Progress
 
 _POLL_SECONDS = 0.2
+_BACKWARD = 3  # cost of a forward and a backward pass, relative to a forward pass
+_ATTENTION = 2000  # tokens of context at which attention costs as much as the rest of a small model
 
 
-def places(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
-    """The environment of each of the runs at a time: ``jobs``, or as many as there are GPUs or cores for.
+def job_environments(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
+    """Return the environment variables of each concurrent job; more jobs than GPUs share them in turn.
 
-    More jobs than GPUs share them in turn. Raises UserError: there are fewer GPUs than a single run is to have.
+    Args:
+        device: value of ``--device``.
+        nproc: processes of a run.
+        jobs: concurrent runs; None for as many as the GPUs or cores allow.
+
+    Returns:
+        One environment per job.
+
+    Raises:
+        UserError: there are fewer GPUs than one run needs.
     """
-    gpus = devices.check(device, nproc)
-    cores = processes.cores()
+    gpus = devices.visible_gpus(device, nproc)
+    cores = processes.available_cores()
     jobs = jobs or max(1, (len(gpus) or cores) // nproc)
-    made = []
-    for place in range(jobs):
+    environments = []
+    for job in range(jobs):
         environment = {"OMP_NUM_THREADS": str(max(1, cores // (jobs * nproc)))}
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[(place * nproc + r) % len(gpus)] for r in range(nproc))
-        made.append(environment)
-    return made
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[(job * nproc + r) % len(gpus)] for r in range(nproc))
+        environments.append(environment)
+    return environments
 
 
-class Following(Heard):
-    """What the log of a training says of its progress, from ``start`` on."""
+class TrainingLogFollower(TrainingLogParser):
+    """Parses the log of a training while it grows.
+
+    Args:
+        log: the log.
+        start: byte at which the output of this training begins.
+    """
 
     def __init__(self, log: Path, start: int = 0) -> None:
         super().__init__()
         self.log, self.start = log, start
 
     def read(self) -> None:
-        """Read what was logged since the last look, whole lines only."""
+        """Read the complete lines that were added since the last call."""
         with open(self.log, "rb") as file:
             file.seek(self.start)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self.start += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
-            self.hear(line)
+        lines = text[: text.rfind(b"\n") + 1]
+        self.start += len(lines)
+        for line in lines.decode(errors="replace").splitlines():
+            self.parse_line(line)
 
 
-class RowCount:
-    """Counts the lines of a file of results that grows; each look reads only what was added since the last one."""
+class LineCounter:
+    """Counts the lines of a growing file; each call reads only what was added.
+
+    Args:
+        path: the file; it need not exist.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self._position, self._lines = path, 0, 0
 
     def read(self) -> int:
-        """The lines that the file has now, none if there is no such file."""
+        """Return the lines of the file, 0 without a file."""
         try:
             with open(self.path, "rb") as file:
-                if file.seek(0, os.SEEK_END) < self._position:  # another file took its place
+                if file.seek(0, os.SEEK_END) < self._position:  # the file was replaced
                     self._position = self._lines = 0
                 file.seek(self._position)
                 self._lines += file.read().count(b"\n")
@@ -77,51 +101,94 @@ class RowCount:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a run costs: each of its updates, and each of its results in turn."""
+class RunCost:
+    """Estimated cost of a run, in tokens of a forward pass with little context.
+
+    Attributes:
+        updates: updates of the training.
+        update: cost of one update.
+        results: cost of each result, in the order of the evaluation.
+    """
 
     updates: int
     update: float
     results: list[float]
 
     @classmethod
-    def of(cls, cell: Cell) -> Work:
-        return cls(cell.plan.updates, cost_estimate.training(cell), cost_estimate.evaluations(cell))
+    def from_run(cls, run: SweepRun) -> RunCost:
+        """Estimate the cost of a run."""
+        s = run.plan.settings
+        update = _BACKWARD * _forward_cost(s.batch_sentences * s.update_freq * s.nproc * s.tokens, s.tokens)
+        return cls(run.plan.updates, update, _result_costs(run))
 
-    def done(self, updates: int, results: int) -> float:
-        """So much after some updates and results."""
+    def spent(self, updates: int, results: int) -> float:
+        """Return the cost spent after ``updates`` training updates and ``results`` results."""
         return min(updates, self.updates) * self.update + sum(self.results[:results])
 
     @property
-    def whole(self) -> float:
-        return self.done(self.updates, len(self.results))
+    def total(self) -> float:
+        """Cost of the whole run."""
+        return self.spent(self.updates, len(self.results))
+
+
+def _result_costs(run: SweepRun) -> list[float]:
+    """Return the cost of each result of a run, in the order of the evaluation."""
+    costs = []
+    for evaluation in run.evaluations:
+        tokens: dict[str, int] = {}
+        for key in evaluation.keys:
+            if isinstance(key, ExactMatchKey):
+                costs.append(exact_match_cost(key))
+            elif isinstance(key, QuestionKey):
+                costs.append(_question_cost(key, evaluation.data))
+            elif evaluation.data is not None:
+                if key.split not in tokens:
+                    tokens[key.split] = corpus.count_tokens(evaluation.data, key.split)
+                costs.append(_forward_cost(tokens[key.split], key.length))
+    return costs
+
+
+def exact_match_cost(key: ExactMatchKey) -> float:
+    """Return the cost of one exact-match accuracy: all examples of its length."""
+    task = build(key.algorithm)
+    size = task.num_tokens(key.length)
+    return _forward_cost(task.examples_per_length(key.split) * size, size)
+
+
+def _question_cost(key: QuestionKey, data: Path | None) -> float:
+    info = dataset.load_dataset(data).sets[key.set].splits[key.split] if data and data.is_dir() else None
+    return _forward_cost((info.questions if info else 1) * key.length, key.length)
+
+
+def _forward_cost(tokens: float, context: int) -> float:
+    return tokens * (1 + context / _ATTENTION)
 
 
 @dataclass
-class _Active:
-    """A run that is being carried out at a place."""
+class _ActiveRun:
+    """A run whose stages are being executed in a slot: one of the concurrent jobs."""
 
-    cell: Cell
+    run: SweepRun
     stages: list[Stage]
-    place: int
+    slot: int
     child: subprocess.Popen[bytes] | None = None
     log_start: int = 0
-    following: Following = field(init=False)
-    rows: RowCount = field(init=False)
+    log: TrainingLogFollower = field(init=False)
+    results: LineCounter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows = RowCount(self.cell.folder.results)
-        self.following = Following(self.stages[0].log, self.log_start)
+        self.results = LineCounter(self.run.folder.results)
+        self.log = TrainingLogFollower(self.stages[0].log, self.log_start)
 
     @property
-    def trains(self) -> bool:
+    def is_training(self) -> bool:
         return self.stages[0].name == TRAINING
 
-    def done(self, work: Work) -> float:
-        """Of its work."""
-        if self.trains:
-            return work.done(self.following.updates, 0)
-        return work.done(self.cell.plan.updates, self.rows.read())
+    def cost_spent(self, cost: RunCost) -> float:
+        """Return the cost spent on this run so far."""
+        if self.is_training:
+            return cost.spent(self.log.updates, 0)
+        return cost.spent(self.run.plan.updates, self.results.read())
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Start the next stage."""
@@ -129,79 +196,92 @@ class _Active:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as file:
             self.log_start = file.tell()
-            self.following = Following(log, self.log_start)
-            # a log is where tracebacks are looked for
-            self.child = processes.spawn(self.stages[0].command, {**environment, DEBUG: "1"}, log=file)
+            self.log = TrainingLogFollower(log, self.log_start)
+            # with tracebacks, because a log is where users look for them
+            self.child = processes.spawn(self.stages[0].command, {**environment, DEBUG_VARIABLE: "1"}, log=file)
 
     def poll(self) -> int | None:
-        """The exit status of what was started last; None while it runs."""
+        """Return the exit code of the current stage, None while it runs."""
         return None if self.child is None else self.child.poll()
 
     def describe(self) -> str:
-        if self.trains and self.following.loss is not None:
-            progress = f"{self.following.updates}/{self.cell.plan.updates}"
-            return f"{self.cell.name} {progress} loss {self.following.loss:g}"
-        return f"{self.cell.name} {self.stages[0].name}"
+        """Return the progress for the bar."""
+        if self.is_training and self.log.loss is not None:
+            return f"{self.run.name} {self.log.updates}/{self.run.plan.updates} loss {self.log.loss:g}"
+        return f"{self.run.name} {self.stages[0].name}"
 
 
-def _next(waiting: Sequence[tuple[Cell, list[Stage]]], active: Sequence[_Active]) -> tuple[Cell, list[Stage]] | None:
-    """The first run that waits for the training of no other one."""
-    trained = {cell for cell, stages in waiting if stages[0].name == TRAINING}
-    trained |= {job.cell for job in active if job.trains}
-    return next((one for one in waiting if one[1][0].name != TRAINING or one[0].parent not in trained), None)
+def _next_ready(
+    waiting: Sequence[tuple[SweepRun, list[Stage]]], active: Sequence[_ActiveRun]
+) -> tuple[SweepRun, list[Stage]] | None:
+    """Return the first run that waits for no other training, with its stages."""
+    in_training = {run for run, stages in waiting if stages[0].name == TRAINING}
+    in_training |= {job.run for job in active if job.is_training}
+    for run, stages in waiting:
+        if stages[0].name != TRAINING or run.parent not in in_training:
+            return run, stages
+    return None
 
 
-def execute(
-    pending: Mapping[Cell, list[Stage]], cells: Sequence[Cell], places: Sequence[Mapping[str, str]]
+def run_stages(
+    pending: Mapping[SweepRun, list[Stage]], runs: Sequence[SweepRun], environments: Sequence[Mapping[str, str]]
 ) -> list[str]:
-    """Carry out all stages, one run per place at a time; returns one line per failed run, which stops no other.
+    """Execute all pending stages; a failed run stops no other.
 
-    On Ctrl-C or SIGTERM the children are ended first, then the exception goes on.
+    Ctrl-C and SIGTERM end the children before they are raised.
+
+    Args:
+        pending: stages that are left, by run.
+        runs: all runs of the sweep, for the progress bar.
+        environments: environment variables of each concurrent job.
+
+    Returns:
+        One line per failed run.
     """
     waiting = list(pending.items())
-    free = list(range(len(places)))
-    active: list[_Active] = []
+    free = list(range(len(environments)))
+    active: list[_ActiveRun] = []
     failures: list[str] = []
-    work = {cell.name: Work.of(cell) for cell in cells}
-    whole = sum(one.whole for one in work.values())
-    done = {cell.name: work[cell.name].whole for cell in cells if cell not in pending}
-    first = shown = round(100 * sum(done.values()) / whole, 1)
+    costs = {run.name: RunCost.from_run(run) for run in runs}
+    total = sum(cost.total for cost in costs.values())
+    spent = {run.name: costs[run.name].total for run in runs if run not in pending}
+    first = percent = round(100 * sum(spent.values()) / total, 1)
     with processes.sigterm_raises(), Progress("sweep", "%", 100, done=first, ends=True) as bar:
         try:
             while waiting or active:
-                while free and (ready := _next(waiting, active)):
+                while free and (ready := _next_ready(waiting, active)):
                     waiting.remove(ready)
-                    cell, stages = ready
-                    if stages[0].name == TRAINING and cell.parent and cell.parent.finished() is None:
-                        failures.append(f"{cell.name} was not trained: {cell.parent.name} has to be finished before")
+                    run, stages = ready
+                    if stages[0].name == TRAINING and run.parent and run.parent.finished_digest() is None:
+                        failures.append(f"{run.name} was not trained: {run.parent.name} has to be finished before")
                         continue
-                    job = _Active(cell, list(stages), free.pop(0))
+                    job = _ActiveRun(run, list(stages), free.pop(0))
                     active.append(job)
-                    job.start(places[job.place])
+                    job.start(environments[job.slot])
                 time.sleep(_POLL_SECONDS)
                 for job in list(active):
-                    if job.trains:
-                        job.following.read()
+                    if job.is_training:
+                        job.log.read()
                     code = job.poll()
                     if code is None:
                         continue
                     if code:
                         log = job.stages[0].log
-                        why = last_error(log, job.log_start) or "no message"
-                        failures.append(f"{job.cell.name} failed while {job.stages[0].name}: {why} (log: {log})")
+                        reason = last_error(log, job.log_start) or "no message"
+                        failures.append(f"{job.run.name} failed while {job.stages[0].name}: {reason} (log: {log})")
                     elif len(job.stages) > 1:
                         del job.stages[0]
-                        job.start(places[job.place])
+                        job.start(environments[job.slot])
                         continue
                     else:
-                        done[job.cell.name] = work[job.cell.name].whole
+                        spent[job.run.name] = costs[job.run.name].total
                     active.remove(job)
-                    free.append(job.place)
-                done |= {job.cell.name: job.done(work[job.cell.name]) for job in active}
-                # a resumed run repeats what it did after its last checkpoint
-                shown = max(shown, round(100 * sum(done.values()) / whole, 1))
-                bar.reach(shown, " | ".join(job.describe() for job in active))
-                bar.tick()
+                    free.append(job.slot)
+                spent |= {job.run.name: job.cost_spent(costs[job.run.name]) for job in active}
+                # a resumed run repeats the updates after its last checkpoint, so the estimate may go back
+                percent = max(percent, round(100 * sum(spent.values()) / total, 1))
+                bar.update_to(percent, " | ".join(job.describe() for job in active))
+                bar.refresh()
         finally:
             processes.stop_all([job.child for job in active if job.child])
     return failures

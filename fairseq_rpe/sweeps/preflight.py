@@ -1,4 +1,4 @@
-"""The methods of a sweep looked at before anything is trained."""
+"""Checks of the methods of a sweep before anything is trained."""
 
 import contextlib
 import sys
@@ -7,79 +7,82 @@ from dataclasses import replace
 
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
+from fairseq_rpe.encodings.model_rotation import complete_spec_for_checkpoint
 from fairseq_rpe.runs.model_check import check_backend, check_evaluation, check_model, check_replacement
-from fairseq_rpe.sweeps.grid import Cell
+from fairseq_rpe.sweeps.grid import SweepRun
 from fairseq_rpe.sweeps.resolve import Sweep
 from fairseq_rpe.sweeps.sweep_record import Method
 
 
 def with_checkpoint_rotations(sweep: Sweep) -> Sweep:
-    """Return the sweep with each method's specs as training and evaluation complete them.
+    """Complete the specs of all methods with rotations, as training and evaluation do.
 
-    A method that continues another begins with that one's rotation, and ``rpe_eval`` reads the rotation of ``rpe``.
+    A method that continues another one has the rotation of that method, and ``rpe_eval`` has the rotation of ``rpe``.
 
     Args:
-        sweep: its methods come after those that they continue.
+        sweep: the sweep.
 
     Returns:
-        The sweep; specs in which nothing is missing are unchanged.
+        The sweep; specs that state their rotation are unchanged.
 
     Raises:
-        UserError: a spec is not valid, or contradicts the rotation of the method before it.
+        UserError: a spec is not valid, or contradicts the rotation that it has to continue.
     """
-    if sweep.base.rpe_module is not None:
-        encodings.load_module(sweep.base.rpe_module)
+    if sweep.base_request.rpe_module is not None:
+        encodings.load_module(sweep.base_request.rpe_module)
     completed: dict[str, Method] = {}
     for method in sweep.trained:
         rpe, rpe_eval = method.rpe, method.rpe_eval
-        with _naming(method):
+        with _named_errors(method):
             if method.continues:
-                rpe = complete_for_checkpoint(rpe, completed[method.continues].rpe)
+                rpe = complete_spec_for_checkpoint(rpe, completed[method.continues].rpe)
             if rpe_eval:
-                rpe_eval = complete_for_checkpoint(rpe_eval, rpe)
+                rpe_eval = complete_spec_for_checkpoint(rpe_eval, rpe)
         completed[method.name] = replace(method, rpe=rpe, rpe_eval=rpe_eval)
-    methods, needed = (tuple(completed[one.name] for one in some) for some in (sweep.methods, sweep.needed))
-    return replace(sweep, methods=methods, needed=needed)
+    return replace(
+        sweep,
+        methods=tuple(completed[method.name] for method in sweep.methods),
+        prerequisites=tuple(completed[method.name] for method in sweep.prerequisites),
+    )
 
 
-def check(sweep: Sweep, cells: list[Cell], here: bool) -> None:
-    """Check every method as its training, its further training and its evaluation will.
+def preflight(sweep: Sweep, runs: list[SweepRun], trains_here: bool) -> None:
+    """Check every method as its training, continued training and evaluation do.
 
     Args:
-        sweep: what is compared.
-        cells: the runs of the sweep.
-        here: whether the runs train on this machine.
+        sweep: the sweep.
+        runs: the runs of the sweep.
+        trains_here: whether the runs train on this machine.
 
     Raises:
-        UserError: a method is misspelt or repeated, its model cannot be built, it continues a training with other
-            parameters, or the trained model cannot be evaluated with its ``rpe_eval`` and positions.
+        UserError: a spec is not valid, a method is repeated, its model cannot be built, it continues a training with
+            other parameters, or the trained model cannot be evaluated with its ``rpe_eval`` and positions.
     """
-    by_name = {cell.name: cell for cell in cells}
-    if here:
-        check_backend(sweep.base)
+    by_name = {run.name: run for run in runs}
+    if trains_here:
+        check_backend(sweep.base_request)
     for method in sweep.trained:
         for task in (None, *sweep.algorithms, *sweep.questions):
-            if cell := by_name.get(method.run_name(sweep.seeds[0], task)):
-                _check_method(method, cell)
+            if run := by_name.get(method.run_name(sweep.seeds[0], task)):
+                _check_method(method, run)
     _check_different(sweep.trained)
 
 
-def _check_method(method: Method, cell: Cell) -> None:
-    """Check what a method trains, what it continues and how it is evaluated."""
-    request, parent = cell.request, cell.parent
-    with _naming(method):
-        made = check_model(request, cell.plan)
+def _check_method(method: Method, run: SweepRun) -> None:
+    """Check the model of a method, the training that it continues and its evaluation."""
+    request, parent = run.request, run.parent
+    with _named_errors(method):
+        built = check_model(request, run.plan)
         if parent is not None:
-            weights = [one.state_dict() for one in check_model(parent.request, parent.plan)]
-            check_replacement(made, request.rpe, parent.request.rpe, weights, further=True)
+            weights = [encoding.state_dict() for encoding in check_model(parent.request, parent.plan)]
+            check_replacement(built, request.rpe, parent.request.rpe, weights, further=True)
         if method.rpe_eval or method.positions_eval:
-            check_evaluation(request, cell.plan, method.rpe_eval, method.positions_eval)
+            check_evaluation(request, run.plan, method.rpe_eval, method.positions_eval)
 
 
 @contextlib.contextmanager
-def _naming(method: Method) -> Iterator[None]:
-    """Name the method of a recipe in an error's message; that of ``--encodings`` is its encoding, named already."""
+def _named_errors(method: Method) -> Iterator[None]:
+    """Put the name of the method before error messages, unless it is a plain encoding, which they name already."""
     try:
         yield
     except UserError as error:
@@ -89,7 +92,7 @@ def _naming(method: Method) -> Iterator[None]:
 
 
 def _check_different(methods: tuple[Method, ...]) -> None:
-    """Refuse methods that are the same in all but their names."""
+    """Check that no two methods differ only in their names."""
     seen: dict[tuple[str, ...], str] = {}
     for method in methods:
         transforms = (method.positions_train, method.positions_eval)
@@ -100,14 +103,24 @@ def _check_different(methods: tuple[Method, ...]) -> None:
         seen[normal] = method.name
 
 
-def without_bias(sweep: Sweep) -> set[str]:
-    """The encodings that --inspect-every has nothing to show of, which is said; refused if it is all of them."""
-    if sweep.base.rpe_module is not None:
-        encodings.load_module(sweep.base.rpe_module)
+def encodings_without_bias(sweep: Sweep) -> set[str]:
+    """Find the encodings of which ``--log-encodings-every`` has no bias to log, and report them.
+
+    Args:
+        sweep: the sweep.
+
+    Returns:
+        Specs of these encodings.
+
+    Raises:
+        UserError: no encoding of the sweep has a bias.
+    """
+    if sweep.base_request.rpe_module is not None:
+        encodings.load_module(sweep.base_request.rpe_module)
     specs = list(dict.fromkeys(method.rpe for method in sweep.trained))
-    unseen = [spec for spec in specs if not encodings.build(spec, heads=4, width=128, length=64).adds_bias]
-    if len(unseen) == len(specs):
-        raise UserError(f"--inspect-every: no bias to show in {', '.join(unseen)}: drop the flag")
-    if unseen:
-        print(f"--inspect-every: no bias to show in {', '.join(unseen)}", file=sys.stderr)
-    return set(unseen)
+    without_bias = [spec for spec in specs if not encodings.build(spec, heads=4, width=128, length=64).adds_bias]
+    if len(without_bias) == len(specs):
+        raise UserError(f"--log-encodings-every: no bias to show in {', '.join(without_bias)}: drop the flag")
+    if without_bias:
+        print(f"--log-encodings-every: no bias to show in {', '.join(without_bias)}", file=sys.stderr)
+    return set(without_bias)

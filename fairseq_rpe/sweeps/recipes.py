@@ -1,4 +1,4 @@
-"""Published experiments by name: which methods to compare, on what, at which size. ``fairseq_rpe/recipes/*.toml``."""
+"""Recipes (``fairseq_rpe/recipes/*.toml``): published experiments with their methods, data and size presets."""
 
 import difflib
 import itertools
@@ -7,68 +7,151 @@ import re
 import reprlib
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.core.renamed import RECIPE_KEYS
+from fairseq_rpe.core.spec import did_you_mean
 from fairseq_rpe.data import folder
-from fairseq_rpe.data.prepare_options import KNOWN
+from fairseq_rpe.data.prepare_options import CORPORA
 from fairseq_rpe.evaluation.records import Blocks
 from fairseq_rpe.questions import benchmarks
 from fairseq_rpe.runs.defaults import defaults_for
-from fairseq_rpe.runs.settings import Request
-from fairseq_rpe.sweeps.fine_tuning_config import Folder, Tuning
-from fairseq_rpe.sweeps.sweep_record import Asking, Further, Kind, Method, Published, Training, read_published
+from fairseq_rpe.runs.settings import TrainingRequest
+from fairseq_rpe.sweeps.sweep_record import (
+    Kind,
+    Method,
+    OptimizationSettings,
+    Published,
+    QuestionConfig,
+    TrainingSettings,
+    read_published,
+)
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import PACKAGE
-from fairseq_rpe.utils.records import Count, Counts, Words
+from fairseq_rpe.utils.files import PACKAGE_DIR
+from fairseq_rpe.utils.records import Count, Counts, TextTuple
 
-FOLDER = PACKAGE / "recipes"
-# in a method's specs, the training length of the scale, perhaps times a number
+FOLDER = PACKAGE_DIR / "recipes"
+# in a method's specs: the training length of the preset, or a multiple of it
 _LENGTH = re.compile(r"\$tokens(?:\*(\d+))?")
-_SHOWN = 8
-_PREPARING = ("prepare-answers", "prepare-gaps")  # the commands that make folders of questions
+_MAX_SUGGESTIONS = 8
+_QUESTION_COMMANDS = ("prepare-questions", "prepare-cloze")
+_QUESTION_KEYS = ("pretrained", "questions", "tuning", "question_config")  # of presets of kind "answers"
 _SPECS = ("rpe", "rpe_eval", "positions_train", "positions_eval")
-_OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype", "blocks", "separate_documents")
+_REQUEST_KEYS = (
+    *(f.name for f in fields(TrainingSettings)),
+    "rpe_share",
+    "compute_dtype",
+    "blocks",
+    "separate_documents",
+)
+# flags of fairseq-train that keep the checkpoint with the best score in validation
+_KEEP_BEST = ["--eval-answers", "--best-checkpoint-metric", "answers", "--maximize-best-checkpoint-metric"]
 
 
-def divided(whole: int, request: Request) -> int:
-    """Sequences of one process and batch, of the ``whole`` of an update.
+def batch_per_process(batch: int, request: TrainingRequest) -> int:
+    """Divide the batch of an update among processes and accumulated batches.
 
-    Raises UserError: they cannot be divided.
+    Args:
+        batch: sequences of an update.
+        request: options of the training.
+
+    Returns:
+        Sequences of one process and accumulated batch.
+
+    Raises:
+        UserError: the batch is not divisible.
     """
-    parts, freq = request.world * (request.update_freq or 1), request.update_freq
-    if whole % parts:
+    freq = request.update_freq
+    divisor = request.world_size * (freq or 1)
+    if batch % divisor:
         each = f" of {freq} batches each" if freq and freq > 1 else ""
         raise UserError(
-            f"the recipe's {whole} sequences per update cannot be divided among {request.world} processes{each}: "
+            f"the recipe's {batch} sequences per update cannot be divided among {request.world_size} processes{each}: "
             "choose --nproc, --nodes and --update-freq that divide them, or --batch-sentences"
         )
-    return whole // parts
+    return batch // divisor
 
 
 @dataclass(frozen=True)
-class Scale(Training):
-    """A size of a recipe: what it fixes. Each is also an option of ``sweep``, which wins.
+class FineTuningConfig(OptimizationSettings):
+    """How pre-trained models are fine-tuned on questions; ``None`` is the value of the pre-training.
 
-    ``batch_sentences`` is of all processes and accumulated batches of an update together. ``corpus`` is the known one
-    that ``data`` is made of, with the given ``tokenizer`` or its usual one; a folder whose dictionary has not as many
-    symbols as ``vocabulary`` is refused. ``evaluate``: by name, folders of other texts to evaluate on. ``further``: by
-    method, the training of those that continue another one, in place of what the method itself says of it.
+    Attributes:
+        mixture: weights of the sets of a folder.
+        max_tokens: largest batch in tokens, padding included; a batch then has at most ``batch_sentences`` questions.
+    """
 
-    A recipe for answers is trained on ``data`` first, unless the folder ``pretrained`` of another sweep has finished
-    runs of the same training; then fine-tuned, as ``tuning`` says, on each of ``questions``, by name; then asked.
+    mixture: str | None = None
+    max_tokens: Count | None = None
+
+    def flags(self, question_config: QuestionConfig) -> list[str]:
+        """Return the flags of fairseq-train's task ``rpe_answers``.
+
+        Args:
+            question_config: how questions are answered after the fine-tuning.
+
+        Returns:
+            Flags and values.
+        """
+        truncate = question_config.truncate
+        options = {
+            "--truncate": truncate if truncate != QuestionConfig().truncate else None,
+            "--mixture": self.mixture,
+            "--max-tokens": None if self.max_tokens is None else str(self.max_tokens),
+        }
+        flags = [word for flag, value in options.items() if value is not None for word in (flag, value)]
+        return [*flags, *(_KEEP_BEST if question_config.checkpoint == "best" else [])]
+
+
+@dataclass(frozen=True)
+class QuestionFolder:
+    """A prepared folder of questions.
+
+    Attributes:
+        data: path of the folder.
+        prepare: words after ``fairseq-rpe`` that prepare it.
+        sets: sets of the folder that are evaluated; empty for all.
+    """
+
+    data: str
+    prepare: TextTuple = ()
+    sets: TextTuple = ()
+
+
+@dataclass(frozen=True)
+class Preset(TrainingSettings):
+    """Sizes and settings of a recipe; options of ``sweep`` override them.
+
+    A recipe of kind "answers" pre-trains on ``data``, fine-tunes on each of ``questions``, and evaluates the answers.
+
+    Attributes:
+        batch_sentences: sequences of an update, over all processes and accumulated batches.
+        data: folder of the text.
+        corpus: corpus that ``data`` is prepared from.
+        tokenizer: tokenizer of the corpus, None for the default.
+        vocabulary: types of the dictionary that ``data`` must have.
+        algorithms: generated tasks.
+        methods: methods that are compared by default, None for all.
+        lengths: lengths of the evaluation, in tokens or items.
+        evaluate: folders of further texts to evaluate on, by name.
+        further: settings of continued trainings by method; they replace those of the method.
+        pretrained: folder of another sweep whose finished pre-trainings are reused.
+        questions: folders of questions, by name.
+        tuning: settings of the fine-tuning.
+        question_config: how questions are answered.
+        extra: further flags for fairseq-train.
     """
 
     data: str | None = None
     corpus: str | None = None
     tokenizer: Literal["bpe", "gpt2", "words"] | None = None
     vocabulary: Count | None = None
-    algorithms: Words | None = None
-    methods: Words | None = None
+    algorithms: TextTuple | None = None
+    methods: TextTuple | None = None
     update_freq: Count | None = None
     blocks: Blocks | None = None
     separate_documents: bool | None = None
@@ -77,260 +160,336 @@ class Scale(Training):
     lengths: Counts | None = None
     seeds: Counts | None = None
     evaluate: Mapping[str, str] = field(default_factory=dict)
-    further: Mapping[str, Further] = field(default_factory=dict)
+    further: Mapping[str, OptimizationSettings] = field(default_factory=dict)
     pretrained: str | None = None
-    questions: Mapping[str, Folder] = field(default_factory=dict)
-    tuning: Tuning | None = None
-    asking: Asking | None = None
-    extra: Words = ()
+    questions: Mapping[str, QuestionFolder] = field(default_factory=dict)
+    tuning: FineTuningConfig | None = None
+    question_config: QuestionConfig | None = None
+    extra: TextTuple = ()
 
-    def under(self, request: Request) -> Request:
-        """``request`` with this scale's values where it has none, and the scale's further flags before its own.
+    def fill_request(self, request: TrainingRequest) -> TrainingRequest:
+        """Fill the open settings of a request with those of the preset.
 
-        Raises UserError: the batch cannot be divided among the processes and batches of an update.
+        Args:
+            request: options of the command line.
+
+        Returns:
+            The request; further flags of the preset come before its own.
+
+        Raises:
+            UserError: the batch cannot be divided among the processes and accumulated batches.
         """
-        given = {name: getattr(self, name) for name in _OF_A_RUN if getattr(request, name) is None}
+        settings = {name: getattr(self, name) for name in _REQUEST_KEYS if getattr(request, name) is None}
         freq = request.update_freq or self.update_freq
         if (request.schedule or self.schedule) != "cosine":
-            given.pop("min_lr", None)
-        filled = replace(request, **given, update_freq=freq, extra=(*self.extra, *request.extra))
-        if request.batch_sentences is not None or request.world * (freq or 1) == 1:
+            settings.pop("min_lr", None)
+        filled = replace(request, **settings, update_freq=freq, extra=(*self.extra, *request.extra))
+        if request.batch_sentences is not None or request.world_size * (freq or 1) == 1:
             return filled
-        usual = defaults_for(filled.arch or "tiny", self.algorithms is not None)
-        return replace(filled, batch_sentences=divided(self.batch_sentences or usual.batch_sentences, filled))
+        defaults = defaults_for(filled.arch or "tiny", self.algorithms is not None)
+        batch = self.batch_sentences or defaults.batch_sentences
+        return replace(filled, batch_sentences=batch_per_process(batch, filled))
 
-    def settled(self, method: Method, tokens: int) -> Method:
-        """A method at this size, where the training length is ``tokens``."""
+    def resolve_method(self, method: Method, tokens: int) -> Method:
+        """Replace ``$tokens`` in a method's specs and apply ``further``.
 
-        def settle(found: re.Match[str]) -> str:
-            return str(tokens * int(found[1] or 1))
+        Args:
+            method: method of the recipe.
+            tokens: training length.
 
-        specs = {name: _LENGTH.sub(settle, spec) for name in _SPECS if (spec := getattr(method, name)) is not None}
+        Returns:
+            The method of this preset.
+        """
+
+        def multiply(match: re.Match[str]) -> str:
+            return str(tokens * int(match[1] or 1))
+
+        specs = {name: _LENGTH.sub(multiply, spec) for name in _SPECS if (spec := getattr(method, name)) is not None}
         return replace(method, **specs, further=self.further.get(method.name, method.further))
 
     def preparation(self, data: Path) -> tuple[str, ...]:
-        """The words after ``fairseq-rpe`` that make ``data``; none where it is not a known corpus."""
-        return () if self.corpus is None else ("prepare-known", self.corpus, *self._making(data))
+        """Return the words after ``fairseq-rpe`` that prepare ``data``; empty without a corpus."""
+        return () if self.corpus is None else ("prepare-corpus", self.corpus, *self._prepare_options(data))
 
-    def _making(self, data: Path) -> list[str]:
-        words = ["--dest", str(data), *(["--tokenizer", self.tokenizer] if self.tokenizer else [])]
+    def _prepare_options(self, data: Path) -> list[str]:
+        words = ["--out", str(data), *(["--tokenizer", self.tokenizer] if self.tokenizer else [])]
         return words + (["--vocab-size", str(self.vocabulary)] if self.tokenizer == "bpe" and self.vocabulary else [])
 
     def check(self, data: Path) -> None:
-        """Refuse a prepared folder with another vocabulary than this scale's."""
+        """Check that a prepared folder has the vocabulary of this preset.
+
+        Args:
+            data: the folder.
+
+        Raises:
+            UserError: it has another vocabulary.
+        """
         if self.vocabulary is None:
             return
         symbols = len(folder.read_dictionary(data / "dict.txt"))
         kind = folder.read_manifest(data).get("tokenizer", {}).get("kind")
         if symbols == self.vocabulary and kind in (None, self.tokenizer or kind):
             return
-        place = Path(self.data or data)
-        if place == data:
-            place = Path(f"{data}-{self.tokenizer or self.vocabulary}")
-        how = self.preparation(place) or ("prepare", "SOURCE", *self._making(place))
-        there, here = (f" of {name}" if name else "" for name in (kind, self.tokenizer))
+        other = Path(self.data or data)
+        if other == data:
+            other = Path(f"{data}-{self.tokenizer or self.vocabulary}")
+        command = self.preparation(other) or ("prepare", "SOURCE", *self._prepare_options(other))
+        actual, expected = (f" of {name}" if name else "" for name in (kind, self.tokenizer))
         raise UserError(
-            f"{data} has a vocabulary of {symbols:,} types{there}, this recipe trains on {self.vocabulary:,}{here}: "
-            f"prepare another folder, e.g. fairseq-rpe {shlex.join(how)}"
+            f"{data} has a vocabulary of {symbols:,} types{actual}, "
+            f"this recipe trains on {self.vocabulary:,}{expected}: "
+            f"prepare another folder, e.g. fairseq-rpe {shlex.join(command)}"
         )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One published experiment."""
+    """One published experiment.
+
+    Attributes:
+        name: name of the recipe.
+        title: title of reports.
+        paper: paper and table.
+        kind: what the runs are evaluated on.
+        methods: methods to compare.
+        presets: size presets by name.
+        published: published results.
+    """
 
     name: str
     title: str
     paper: str
     kind: Kind
     methods: tuple[Method, ...]
-    scales: Mapping[str, Scale]
+    presets: Mapping[str, Preset]
     published: Published | None = None
 
-    def scale(self, name: str) -> Scale:
-        """The settings of one scale."""
-        if name not in self.scales:
-            scales = ", ".join(self.scales)
-            raise UserError(f"recipe '{self.name}' has no scale '{name}'{nearest(name, self.scales)}; it has: {scales}")
-        return self.scales[name]
+    def preset(self, name: str) -> Preset:
+        """Return the preset of a name.
 
-    def choose(self, names: tuple[str, ...]) -> list[Method]:
-        """The methods called ``names``, or all of them for ``all``."""
-        table = {m.name: m for m in self.methods}
+        Raises:
+            UserError: there is none.
+        """
+        if name not in self.presets:
+            near = did_you_mean(name, self.presets)
+            raise UserError(f"recipe '{self.name}' has no preset '{name}'{near}; it has: {', '.join(self.presets)}")
+        return self.presets[name]
+
+    def select_methods(self, names: tuple[str, ...]) -> list[Method]:
+        """Return the methods with these names.
+
+        Args:
+            names: names of methods, or ``("all",)``.
+
+        Returns:
+            The methods in the order of ``names``.
+
+        Raises:
+            UserError: a name is unknown or repeated.
+        """
+        methods = {method.name: method for method in self.methods}
         if names == ("all",):
-            return list(table.values())
+            return list(methods.values())
         for name in names:
-            if name not in table:
+            if name not in methods:
                 raise UserError(
-                    f"recipe '{self.name}' has no method '{name}'{nearest(name, table)}; "
-                    f"it has: {', '.join(table)}, or all"
+                    f"recipe '{self.name}' has no method '{name}'{did_you_mean(name, methods)}; "
+                    f"it has: {', '.join(methods)}, or all"
                 )
         if len(set(names)) < len(names):
             raise UserError("--methods names one twice: leave one out")
-        return [table[name] for name in names]
+        return [methods[name] for name in names]
 
 
 @dataclass(frozen=True)
-class _Text:
-    """A recipe's file: its tables are read one by one, so that messages name them."""
+class _RecipeFile:
+    """Tables of a recipe's file; methods and presets are read one by one, so that messages name them."""
 
     title: str
     paper: str
     kind: Kind
     methods: dict[str, object]
-    scales: dict[str, object]
+    presets: dict[str, object]
     published: dict[str, object] | None = None
 
 
 def names() -> list[str]:
-    """The recipes that come with the package."""
+    """Return the names of the recipes of the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load(name: str) -> Recipe:
-    """The recipe called ``name``, or the one in a TOML file of that path.
+    """Load a recipe.
 
-    One that says ``base = "NAME"`` (or a file beside it) is that recipe with its own keys in their place; ``NAME =
-    false`` under ``[scales]`` leaves out a scale of the base. Raises UserError: there is none, or it does not say what
-    a recipe must.
+    A recipe with ``base = "NAME"`` (or a file next to it) is that recipe with its own keys in place of the base's;
+    ``NAME = false`` under ``[presets]`` removes a preset of the base.
+
+    Args:
+        name: name of a recipe of the package, or path of a TOML file.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        UserError: there is no such recipe, or it is not valid.
     """
-    path, given = _read(name)
+    path, table = _read(name)
     source = f"recipe {path}"
-    text = records.read(_Text, given, source, "the recipe")
+    text = records.read_record(_RecipeFile, table, source, "the recipe")
     methods = {}
     for label, method in text.methods.items():
-        if any(blank in label for blank in " \t,"):
+        if any(separator in label for separator in " \t,"):
             raise UserError(f"{source}: method '{label}' has a blank or comma in its name")
         named = {**method, "name": label} if isinstance(method, dict) else method
-        methods[label] = records.read(Method, named, source, f"method '{label}'")
-    # ``false`` in place of a table drops a scale of the base
-    sizes = {size: scale for size, scale in text.scales.items() if scale is not False}
-    scales = {size: records.read(Scale, scale, source, f"scale '{size}'") for size, scale in sizes.items()}
-    if not methods or not scales:
-        raise UserError(f"{source} needs at least one method and one scale")
-    _check_continued(methods, scales, source)
-    _check_prepared(scales, source)
-    wanted = _asked(text.kind, scales, source)
+        methods[label] = records.read_record(Method, named, source, f"method '{label}'")
+    # ``false`` in place of a table removes a preset of the base
+    tables = {label: preset for label, preset in text.presets.items() if preset is not False}
+    presets = {
+        label: records.read_record(Preset, preset, source, f"preset '{label}'") for label, preset in tables.items()
+    }
+    if not methods or not presets:
+        raise UserError(f"{source} needs at least one method and one preset")
+    _check_continued(methods, presets, source)
+    _check_prepared(presets, source)
+    presets = _presets_of_kind(text.kind, presets, source)
     published = read_published(text.published, source, methods) if text.published else None
-    return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), wanted, published)
+    return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), presets, published)
 
 
-def _asked(kind: Kind, scales: Mapping[str, Scale], source: str) -> Mapping[str, Scale]:
-    """The scales of a recipe; of a base for text, those that one for answers says something of.
+def _presets_of_kind(kind: Kind, presets: dict[str, Preset], source: str) -> dict[str, Preset]:
+    """Return the presets of a recipe, for kind "answers" without those of its base that have no questions.
 
-    Raises UserError: answers without questions, or what is about questions in a recipe of another kind.
+    Raises UserError: a preset for answers lacks questions, or one of another kind has settings about them.
     """
-    own = ("pretrained", "questions", "tuning", "asking")
-    about = {size: [name for name in own if getattr(scale, name)] for size, scale in scales.items()}
-    for size, given in about.items():
-        if kind == "answers" and "questions" not in given and (given or not any(about.values())):
-            raise UserError(f"{source}: scale '{size}' lacks questions: name a prepared folder of them")
-        if kind != "answers" and given:
-            raise UserError(f"{source}: {given[0]} of scale '{size}' is for kind answers, this recipe is for {kind}")
-    return scales if kind != "answers" else {size: scales[size] for size, given in about.items() if given}
+    question_keys = {
+        label: [key for key in _QUESTION_KEYS if getattr(preset, key)] for label, preset in presets.items()
+    }
+    for label, keys in question_keys.items():
+        if kind == "answers" and "questions" not in keys and (keys or not any(question_keys.values())):
+            raise UserError(f"{source}: preset '{label}' lacks questions: name a prepared folder of them")
+        if kind != "answers" and keys:
+            raise UserError(f"{source}: {keys[0]} of preset '{label}' is for kind answers, this recipe is for {kind}")
+    return presets if kind != "answers" else {label: presets[label] for label, keys in question_keys.items() if keys}
 
 
-def _check_continued(methods: Mapping[str, Method], scales: Mapping[str, Scale], source: str) -> None:
-    """Refuse methods that continue none that is trained from the start, and further training of those that do not."""
+def _check_continued(methods: Mapping[str, Method], presets: Mapping[str, Preset], source: str) -> None:
+    """Check that methods continue a method that is trained from scratch, and that only these have ``further``."""
     for method in methods.values():
         if method.continues is not None and method.continues not in methods:
-            near = nearest(method.continues, methods)
+            near = did_you_mean(method.continues, methods)
             raise UserError(f"{source}: method '{method.name}' continues an unknown method '{method.continues}'{near}")
         if method.continues is not None and methods[method.continues].continues is not None:
             raise UserError(
                 f"{source}: method '{method.name}' continues '{method.continues}', which continues another one: name "
                 "one that is trained from the start"
             )
-        if method.further.given() and method.continues is None:
+        if method.further.stated() and method.continues is None:
             raise UserError(f"{source}: method '{method.name}' has further training of nothing: say what it continues")
-    for size, scale in scales.items():
-        for name in scale.further:
+    for label, preset in presets.items():
+        for name in preset.further:
             if name not in methods or methods[name].continues is None:
-                raise UserError(f"{source}: further of scale '{size}' names '{name}', which continues no method")
+                raise UserError(f"{source}: further of preset '{label}' names '{name}', which continues no method")
 
 
-def _check_prepared(scales: Mapping[str, Scale], source: str) -> None:
-    """Check that the corpora and the sets of questions of every scale are ones that can be prepared.
-
-    Raises:
-        UserError: a corpus, a set or the command that prepares it is unknown.
-    """
-    for size, scale in scales.items():
-        if scale.corpus is not None and scale.corpus not in KNOWN:
-            near = nearest(scale.corpus, KNOWN)
+def _check_prepared(presets: Mapping[str, Preset], source: str) -> None:
+    """Check that the corpora and the sets of questions of every preset can be prepared."""
+    for label, preset in presets.items():
+        if preset.corpus is not None and preset.corpus not in CORPORA:
+            near = did_you_mean(preset.corpus, CORPORA)
             raise UserError(
-                f"{source}: scale '{size}' names an unknown corpus '{scale.corpus}'{near}; known: {', '.join(KNOWN)}"
+                f"{source}: preset '{label}' names an unknown corpus '{preset.corpus}'{near}; "
+                f"known: {', '.join(CORPORA)}"
             )
-        for name, prepared in scale.questions.items():
-            command, *words = prepared.prepare or ("prepare-answers",)
-            if command not in _PREPARING:
+        for name, questions in preset.questions.items():
+            command, *words = questions.prepare or ("prepare-questions",)
+            if command not in _QUESTION_COMMANDS:
                 raise UserError(
-                    f"{source}: questions '{name}' of scale '{size}' are prepared by '{command}'"
-                    f"{nearest(command, _PREPARING)}: name {' or '.join(_PREPARING)}"
+                    f"{source}: questions '{name}' of preset '{label}' are prepared by '{command}'"
+                    f"{did_you_mean(command, _QUESTION_COMMANDS)}: name {' or '.join(_QUESTION_COMMANDS)}"
                 )
+            benchmark_names = benchmarks.benchmark_names()
             sets = itertools.takewhile(lambda word: not word.startswith("-"), words)
-            for one in sets if command == "prepare-answers" else ():
-                if one not in benchmarks.names():
+            for benchmark in sets if command == "prepare-questions" else ():
+                if benchmark not in benchmark_names:
                     raise UserError(
-                        f"{source}: questions '{name}' of scale '{size}' are of an unknown set '{one}'"
-                        f"{nearest(one, benchmarks.names())}; known: {', '.join(benchmarks.names())}"
+                        f"{source}: questions '{name}' of preset '{label}' are of an unknown set '{benchmark}'"
+                        f"{did_you_mean(benchmark, benchmark_names)}; known: {', '.join(benchmark_names)}"
                     )
 
 
-def _some(name: str) -> str:
-    """As many recipes as fit into a line, those first whose names are alike."""
-    near = difflib.get_close_matches(name, names(), n=_SHOWN, cutoff=0.5)
-    found = list(dict.fromkeys([*near, *names()]))
-    more = f" … ({len(found)} in all: fairseq-rpe sweep --help)" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+def _suggestions(name: str) -> str:
+    """List as many recipes as fit into a line, the most similar names first."""
+    similar = difflib.get_close_matches(name, names(), n=_MAX_SUGGESTIONS, cutoff=0.5)
+    recipes = list(dict.fromkeys([*similar, *names()]))
+    more = f" … ({len(recipes)} in all: fairseq-rpe sweep --help)" if len(recipes) > _MAX_SUGGESTIONS else ""
+    return ", ".join(recipes[:_MAX_SUGGESTIONS]) + more
 
 
 def _read(name: str) -> tuple[Path, dict[str, object]]:
-    """The file of a recipe, and its text with what it takes over from its base, that one's base, and so on."""
+    """Return the file of a recipe, and its contents merged with those of its base, the base's base, and so on."""
     first, texts, seen = _path(name), list[dict[str, object]](), set[Path]()
     path: Path | None = first
     while path is not None:
-        if (place := path.resolve()) in seen:
+        if (resolved := path.resolve()) in seen:
             raise UserError(f"recipe {path} is its own base: drop one of the base lines")
-        seen.add(place)
-        text = _toml(path)
+        seen.add(resolved)
+        text = _read_toml(path)
         base = text.pop("base", None)
         if base is not None and not isinstance(base, str):
             raise UserError(f"recipe {path}: base must be the name of a recipe, not {reprlib.repr(base)}")
         texts.append(text)
         path = None if base is None else _path(str(path.parent / base) if base.endswith(".toml") else base)
-    whole: dict[str, object] = {}
+    merged: dict[str, object] = {}
     try:
         for text in reversed(texts):
-            whole = _over(whole, text)
-            if "published" in text:  # it belongs to one experiment; everything else is a change of single keys
-                whole["published"] = text["published"]
+            merged = _merge(merged, text)
+            if "published" in text:  # results belong to one experiment and are replaced as a whole
+                merged["published"] = text["published"]
     except RecursionError:
         raise UserError(f"recipe {first} is nested too deep: write it flatter") from None
-    return first, whole
+    return first, merged
 
 
 def _path(name: str) -> Path:
-    """The file of a recipe. Raises UserError: there is none."""
+    """Return the file of a recipe. Raises UserError: there is none."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if path.is_file():
         return path
     if name.endswith(".toml"):
         raise UserError(f"--recipe {name} {'is not a file' if os.path.lexists(path) else 'does not exist'}")
-    raise UserError(f"unknown recipe '{name}'{nearest(name, names())}; known: {_some(name)}, or FILE.toml")
+    raise UserError(f"unknown recipe '{name}'{did_you_mean(name, names())}; known: {_suggestions(name)}, or FILE.toml")
 
 
-def _toml(path: Path) -> dict[str, object]:
+def _read_toml(path: Path) -> dict[str, object]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"recipe {path} is not TOML: {error}") from None
+    for where, key in _renamed_keys(table):
+        raise UserError(f"recipe {path}: {where} has the old key '{key}': write '{RECIPE_KEYS[key]}'")
+    return table
 
 
-def _over(under: dict[str, object], text: dict[str, object]) -> dict[str, object]:
-    """``under`` with the keys of ``text`` in their place, tables key by key."""
-    both = dict(under)
-    for key, value in text.items():
-        there = both.get(key)
-        both[key] = _over(there, value) if isinstance(there, dict) and isinstance(value, dict) else value
-    return both
+def _renamed_keys(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield the place and name of each key that has a new name."""
+    if "scales" in table:
+        yield "the recipe", "scales"
+    presets = table.get("presets")
+    for label, preset in presets.items() if isinstance(presets, dict) else ():
+        if not isinstance(preset, dict):
+            continue
+        if "asking" in preset:
+            yield f"preset '{label}'", "asking"
+        config = preset.get("question_config")
+        for key in ("by", "cut"):
+            if isinstance(config, dict) and key in config:
+                yield f"question_config of preset '{label}'", key
+
+
+def _merge(base: dict[str, object], table: dict[str, object]) -> dict[str, object]:
+    """Return ``base`` with the keys of ``table`` in place of its own, nested tables key by key."""
+    merged = dict(base)
+    for key, value in table.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

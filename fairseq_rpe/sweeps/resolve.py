@@ -1,4 +1,4 @@
-"""What a sweep is asked to be, and what that comes to: a recipe's settings filled in, methods and tasks named."""
+"""Resolves the command line and an optional recipe into a :class:`Sweep`."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,14 +7,13 @@ from pathlib import Path
 
 from fairseq_rpe.algorithms import SPLITS, build, normalise
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.prepare_options import KNOWN
-from fairseq_rpe.runs.settings import IDENTITY, Request
+from fairseq_rpe.data.prepare_options import CORPORA
+from fairseq_rpe.runs.settings import IDENTITY, TrainingRequest
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.fine_tuning_config import Folder
-from fairseq_rpe.sweeps.recipes import Recipe, Scale
+from fairseq_rpe.sweeps.recipes import Preset, QuestionFolder, Recipe
 from fairseq_rpe.sweeps.sweep_record import Method
 
-_SCALE = "laptop"  # where none is named
+_DEFAULT_PRESET = "laptop"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -22,11 +21,26 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class Sweep:
     """A resolved sweep.
 
-    ``lengths``: in tokens, or items of the ``algorithms`` (none: all there are). ``jobs`` runs at a time.
-    ``preparation``: what makes ``data``, where the recipe says so and the folder is its own or not there yet.
-    ``needed``: methods that others continue and that are not compared themselves. ``evaluate``: by name, other texts
-    to evaluate on; those of ``prepared`` are made as the recipe says. ``questions``: by name, folders to fine-tune on
-    and to ask; ``lengths`` are then of contexts.
+    Attributes:
+        out: folder of the sweep.
+        methods: methods that are compared.
+        data: text of the training, None for generated tasks.
+        algorithms: generated tasks.
+        lengths: lengths of the evaluation in tokens, or in items of the tasks (empty for all); with ``questions``
+            lengths of the context.
+        seeds: seeds of each method.
+        split: split that is scored.
+        max_tokens: largest batch of the evaluation in tokens.
+        jobs: concurrent runs.
+        base_request: options that all trainings share.
+        recipe_name: name of the recipe on the command line.
+        recipe: the recipe.
+        preset: the preset of the recipe.
+        preparation: words after ``fairseq-rpe`` that prepare ``data``; empty if the folder is the user's.
+        prerequisites: methods that others continue and that are not compared themselves.
+        evaluate: further texts of the evaluation, by name.
+        prepared: names of the texts in ``evaluate`` that ``prepare-corpus`` makes.
+        questions: folders to fine-tune and evaluate on, by name.
     """
 
     out: Path
@@ -35,114 +49,138 @@ class Sweep:
     algorithms: tuple[str, ...]
     lengths: tuple[int, ...]
     seeds: tuple[int, ...]
-    subset: str
+    split: str
     max_tokens: int | None
     jobs: int | None
-    base: Request
+    base_request: TrainingRequest
     recipe_name: str | None
     recipe: Recipe | None
-    scale: Scale | None = None
+    preset: Preset | None = None
     preparation: tuple[str, ...] = ()
-    needed: tuple[Method, ...] = ()
+    prerequisites: tuple[Method, ...] = ()
     evaluate: Mapping[str, Path] = field(default_factory=dict)
     prepared: frozenset[str] = frozenset()
-    questions: Mapping[str, Folder] = field(default_factory=dict)
+    questions: Mapping[str, QuestionFolder] = field(default_factory=dict)
 
     @property
     def trained(self) -> tuple[Method, ...]:
-        """Every method that is trained, those first that others continue."""
-        return tuple(sorted((*self.needed, *self.methods), key=lambda method: method.continues is not None))
+        """All methods that are trained; methods that continue others come last."""
+        return tuple(sorted((*self.prerequisites, *self.methods), key=lambda method: method.continues is not None))
 
-    def preparing(self, name: str) -> tuple[str, ...]:
-        """The words after ``fairseq-rpe`` that make a text to evaluate on, with the vocabulary of the training."""
-        what = ("prepare-known", name) if name in KNOWN else ("prepare", "SOURCE")
-        return (*what, "--dest", str(self.evaluate[name]), "--vocab-from", str(self.data))
+    def preparation_of_text(self, name: str) -> tuple[str, ...]:
+        """Return the words after ``fairseq-rpe`` that prepare a text with the vocabulary of the training."""
+        command = ("prepare-corpus", name) if name in CORPORA else ("prepare", "SOURCE")
+        return (*command, "--out", str(self.evaluate[name]), "--vocab-from", str(self.data))
 
-    def preparing_questions(self, name: str) -> tuple[str, ...]:
-        """The words after ``fairseq-rpe`` that make a folder of questions, with the vocabulary of the training."""
+    def preparation_of_questions(self, name: str) -> tuple[str, ...]:
+        """Return the words after ``fairseq-rpe`` that prepare questions with the vocabulary of the training."""
         folder = self.questions[name]
-        return (*(folder.prepare or ("prepare-answers", "NAME")), "--dest", folder.data, "--vocab-from", str(self.data))
+        return (
+            *(folder.prepare or ("prepare-questions", "NAME")),
+            "--out",
+            folder.data,
+            "--vocab-from",
+            str(self.data),
+        )
 
 
-def resolve(
-    base: Request,
+def build_sweep(
+    base: TrainingRequest,
     *,
     data: Path | None,
     algorithms: tuple[str, ...] | None,
     encodings: tuple[str, ...] | None,
     recipe: str | None,
-    scale: str | None,
+    preset: str | None,
     methods: tuple[str, ...] | None,
     lengths: tuple[int, ...] | None,
     out: Path | None,
-    subset: str | None,
+    split: str | None,
     max_tokens: int | None,
     seeds: tuple[int, ...] | None,
     jobs: int | None,
     eval_data: Sequence[tuple[str, Path]] = (),
 ) -> Sweep:
-    """The sweep that the options of ``fairseq-rpe sweep`` ask for; a recipe says what they leave open (``None``).
+    """Resolve the options of ``fairseq-rpe sweep``; a recipe fills those that are ``None``.
 
-    ``base``: what is asked of every run beside its encoding, seed, task and folders, with the positions of plain
-    encodings. Raises UserError: it is not said what to compare, on what, or where; or what is said does not go
-    together.
+    Args:
+        base: options of every training, except encoding, seed, task and folders; the positions are for ``encodings``.
+        data: text of the training.
+        algorithms: generated tasks, in place of ``data``.
+        encodings: specs to compare.
+        recipe: name or file of a recipe, in place of ``encodings``.
+        preset: preset of the recipe.
+        methods: methods of the recipe.
+        lengths: lengths of the evaluation.
+        out: folder of the sweep.
+        split: split that is scored.
+        max_tokens: largest batch of the evaluation in tokens.
+        seeds: seeds of each method.
+        jobs: concurrent runs.
+        eval_data: names and folders of further texts, or of questions.
+
+    Returns:
+        The sweep.
+
+    Raises:
+        UserError: an option is missing, or options contradict each other.
     """
     if (recipe is None) == (encodings is None):
         raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')
-    found = size = None
+    loaded = settings = None
     preparation: tuple[str, ...] = ()
-    needed: list[Method] = []
-    evaluate, questions = _named(eval_data), dict[str, Folder]()
+    prerequisites: list[Method] = []
+    evaluate, questions = _by_name(eval_data), dict[str, QuestionFolder]()
     if recipe is not None:
         if base.positions_train or base.positions_eval:
             raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
-        found = recipes.load(recipe)
-        scale = scale or _SCALE
-        size = found.scale(scale)
-        compared = found.choose(methods if methods is not None else size.methods or ("all",))
-        if found.kind != "algorithms" and algorithms is not None:
-            raise UserError(f"recipe '{found.name}' compares on text: drop --algorithms")
-        if found.kind == "algorithms" and data is not None:
-            raise UserError(f"recipe '{found.name}' generates its data: drop {data}")
-        algorithms = size.algorithms if algorithms is None else algorithms
-        if data is None and size.data is not None:
-            data = Path(size.data)
-            preparation = size.preparation(data)
+        loaded = recipes.load(recipe)
+        preset = preset or _DEFAULT_PRESET
+        settings = loaded.preset(preset)
+        compared = loaded.select_methods(methods if methods is not None else settings.methods or ("all",))
+        if loaded.kind != "algorithms" and algorithms is not None:
+            raise UserError(f"recipe '{loaded.name}' compares on text: drop --algorithms")
+        if loaded.kind == "algorithms" and data is not None:
+            raise UserError(f"recipe '{loaded.name}' generates its data: drop {data}")
+        algorithms = settings.algorithms if algorithms is None else algorithms
+        if data is None and settings.data is not None:
+            data = Path(settings.data)
+            preparation = settings.preparation(data)
         elif data is not None and not data.is_dir():
-            preparation = size.preparation(data)
-        lengths, seeds = lengths or size.lengths, seeds or size.seeds
-        out = out or Path("runs") / f"{found.name}-{scale}"
-        base = size.under(base)
-        if found.kind == "answers":
-            questions, evaluate = _questions(size, evaluate), {}
-            lengths = lengths or ((size.tuning and size.tuning.tokens) or base.tokens or base.defaults.tokens,)
+            preparation = settings.preparation(data)
+        lengths, seeds = lengths or settings.lengths, seeds or settings.seeds
+        out = out or Path("runs") / f"{loaded.name}-{preset}"
+        base = settings.fill_request(base)
+        if loaded.kind == "answers":
+            questions, evaluate = _questions(settings, evaluate), {}
+            lengths = lengths or ((settings.tuning and settings.tuning.tokens) or base.tokens or base.defaults.tokens,)
             if max_tokens is not None:
-                raise UserError(f"recipe '{found.name}' asks questions: drop --max-tokens, which is about perplexity")
-        evaluate = {**{name: Path(place) for name, place in size.evaluate.items()}, **evaluate}
+                raise UserError(f"recipe '{loaded.name}' asks questions: drop --max-tokens, which is about perplexity")
+        evaluate = {**{name: Path(path) for name, path in settings.evaluate.items()}, **evaluate}
         _check_names({**evaluate, **questions})
         tokens = base.tokens or base.defaults.tokens
-        named, continued = {one.name for one in compared}, {one.continues for one in compared}
-        needed = [size.settled(one, tokens) for one in found.methods if one.name in continued - named]
-        compared = [size.settled(one, tokens) for one in compared]
+        continued = {method.continues for method in compared} - {method.name for method in compared}
+        prerequisites = [settings.resolve_method(m, tokens) for m in loaded.methods if m.name in continued]
+        compared = [settings.resolve_method(method, tokens) for method in compared]
     elif methods is not None:
         raise UserError("--methods belongs to --recipe: list encodings with --encodings")
-    elif scale is not None:
-        raise UserError(f"--scale {scale} is a size of a recipe: drop it, or name the recipe with --recipe")
+    elif preset is not None:
+        raise UserError(f"--preset {preset} belongs to a recipe: drop it, or name the recipe with --recipe")
     else:
-        moved = (base.positions_train or IDENTITY, base.positions_eval)
-        compared = [Method(spec, spec, *moved) for spec in encodings or ()]
+        transforms = (base.positions_train or IDENTITY, base.positions_eval)
+        compared = [Method(spec, spec, *transforms) for spec in encodings or ()]
     if not compared:
         raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
     if len({m.name for m in compared}) < len(compared):
         raise UserError("--encodings names one twice: leave one out")
-    subset = subset or ("valid" if questions else "test")
+    split = split or ("valid" if questions else "test")
     if (data is None) == (algorithms is None):
         raise UserError('name what to train on: either a DATA folder or --algorithms "SPEC ..."')
     if lengths is None and algorithms is None:
         raise UserError("--lengths is missing: name the lengths to evaluate in tokens, e.g. 512,1024")
     if evaluate and algorithms is not None:
         raise UserError("--eval-data is for text: drop it, a generated task is evaluated on itself")
-    tasks = () if algorithms is None else _tasks(algorithms, subset, max_tokens)
+    tasks = () if algorithms is None else _tasks(algorithms, split, max_tokens)
     if out is None:
         raise UserError("--out is missing: name the folder of the sweep")
     return Sweep(
@@ -152,33 +190,34 @@ def resolve(
         algorithms=tasks,
         lengths=lengths or (),
         seeds=seeds or (1,),
-        subset=subset,
+        split=split,
         max_tokens=max_tokens,
         jobs=jobs,
-        base=replace(base, positions_train=None, positions_eval=None, log_format="json"),
+        base_request=replace(base, positions_train=None, positions_eval=None, log_format="json"),
         recipe_name=recipe,
-        recipe=found,
-        scale=size,
+        recipe=loaded,
+        preset=settings,
         preparation=preparation,
-        needed=tuple(needed),
+        prerequisites=tuple(prerequisites),
         evaluate=evaluate,
-        prepared=frozenset(name for name, place in evaluate.items() if _is_made(size, name, place)),
+        prepared=frozenset(name for name, path in evaluate.items() if _is_prepared(settings, name, path)),
         questions=questions,
     )
 
 
-def _named(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:
-    if len({name for name, _ in given}) < len(given):
+def _by_name(eval_data: Sequence[tuple[str, Path]]) -> dict[str, Path]:
+    if len({name for name, _ in eval_data}) < len(eval_data):
         raise UserError("--eval-data gives one name twice: leave one out")
-    _check_names(named := dict(given))
-    return named
+    _check_names(paths := dict(eval_data))
+    return paths
 
 
-def _questions(size: Scale, given: Mapping[str, Path]) -> dict[str, Folder]:
-    """The folders of a scale, or those given by name in their place, of which the scale may know how they are made."""
-    if not given:
-        return dict(size.questions)
-    return {name: replace(size.questions.get(name, Folder("")), data=str(place)) for name, place in given.items()}
+def _questions(preset: Preset, eval_data: Mapping[str, Path]) -> dict[str, QuestionFolder]:
+    """Return the folders of ``--eval-data``, else those of the preset, which may say how to prepare a name."""
+    if not eval_data:
+        return dict(preset.questions)
+    folders = {name: preset.questions.get(name, QuestionFolder("")) for name in eval_data}
+    return {name: replace(folder, data=str(eval_data[name])) for name, folder in folders.items()}
 
 
 def _check_names(evaluate: Iterable[str]) -> None:
@@ -187,15 +226,15 @@ def _check_names(evaluate: Iterable[str]) -> None:
             raise UserError(f"--eval-data {name}: a text is named with letters, digits and . _ - alone, e.g. arxiv")
 
 
-def _is_made(size: Scale | None, name: str, place: Path) -> bool:
-    """Whether a text is one that the recipe names, or a known one that is not there yet."""
-    of_recipe = size is not None and size.evaluate.get(name) == str(place)
-    return name in KNOWN and (of_recipe or not place.is_dir())
+def _is_prepared(preset: Preset | None, name: str, path: Path) -> bool:
+    """Return whether ``prepare-corpus`` makes a text: the folder is the recipe's, or does not exist yet."""
+    is_from_recipe = preset is not None and preset.evaluate.get(name) == str(path)
+    return name in CORPORA and (is_from_recipe or not path.is_dir())
 
 
-def _tasks(specs: tuple[str, ...], subset: str, max_tokens: int | None) -> tuple[str, ...]:
-    if subset not in SPLITS:
-        raise UserError(f"--subset {subset} does not exist: an algorithmic task has {', '.join(SPLITS)}")
+def _tasks(specs: tuple[str, ...], split: str, max_tokens: int | None) -> tuple[str, ...]:
+    if split not in SPLITS:
+        raise UserError(f"--split {split} does not exist: an algorithmic task has {', '.join(SPLITS)}")
     if max_tokens is not None:
         raise UserError("--max-tokens does not go with --algorithms: drop it")
     tasks = tuple(normalise(spec) for spec in specs)

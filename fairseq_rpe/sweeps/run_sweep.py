@@ -1,4 +1,4 @@
-"""A sweep from its folder's state to its end: checked, put on record, and what is left of it carried out."""
+"""Checks a sweep, merges its record and runs the stages that are left."""
 
 import contextlib
 import shlex
@@ -14,234 +14,302 @@ from fairseq_rpe.evaluation.records import TextKey
 from fairseq_rpe.questions import dataset
 from fairseq_rpe.runs import launch, training_data
 from fairseq_rpe.sweeps import local_executor, slurm
-from fairseq_rpe.sweeps.grid import Cell, Stage, command_line
+from fairseq_rpe.sweeps.grid import Stage, SweepRun, command_line
 from fairseq_rpe.sweeps.resolve import Sweep
-from fairseq_rpe.sweeps.sweep_record import Asking, Questions, Scored, State, SweepFolder, SweepSettings
-from fairseq_rpe.utils.files import lock
+from fairseq_rpe.sweeps.sweep_record import (
+    EvaluationQuestions,
+    EvaluationText,
+    QuestionConfig,
+    SweepFolder,
+    SweepRecord,
+    SweepSettings,
+)
+from fairseq_rpe.utils.files import exclusive_lock
 
-Slurm = Sequence[tuple[str, str]] | None
+SlurmSettings = Sequence[tuple[str, str]] | None
 
 
 def check_data(sweep: Sweep, dry: bool = False) -> str | None:
-    """The digest of the text to train and evaluate on, if it is one; ``dry``: what a recipe prepares need not be there.
+    """Check the texts and question folders of a sweep.
 
-    Raises UserError: it is not there, or not whole, or has another vocabulary than the recipe, or a further text to
-    evaluate on is not one that the same models can read.
+    Args:
+        sweep: the sweep.
+        dry: folders that the recipe prepares need not exist.
+
+    Returns:
+        The digest of the text of the training; None for generated tasks, or if a dry run has no text yet.
+
+    Raises:
+        UserError: a folder is missing or incomplete, or has another vocabulary than the recipe or the training.
     """
     if sweep.data is None:
         return None
     if sweep.preparation and not sweep.data.is_dir():
         if dry:
-            _check_others(sweep, None, dry)
+            _check_evaluation_texts(sweep, None, dry)
             _check_questions(sweep, None, dry)
             return None
-        how = shlex.join(("fairseq-rpe", *sweep.preparation))
-        raise UserError(f"data folder {sweep.data} does not exist: make it with {how}")
-    if dataset.is_prepared(sweep.data):
+        command = shlex.join(("fairseq-rpe", *sweep.preparation))
+        raise UserError(f"data folder {sweep.data} does not exist: make it with {command}")
+    if dataset.is_question_folder(sweep.data):
         raise UserError(
             f"{sweep.data} holds questions, and a sweep trains on a text first: name a text, and give the questions to "
             f"a recipe about answers, e.g. --recipe fire-scrolls --eval-data NAME={sweep.data}"
         )
-    corpus.check_folder(sweep.data, "train", "valid", *([] if sweep.questions else [sweep.subset]))
-    if sweep.scale is not None:
-        sweep.scale.check(sweep.data)
-    digest = corpus.digest(sweep.data)
+    corpus.check_folder(sweep.data, "train", "valid", *([] if sweep.questions else [sweep.split]))
+    if sweep.preset is not None:
+        sweep.preset.check(sweep.data)
+    digest = corpus.corpus_digest(sweep.data)
     symbols = corpus.read_dictionary(sweep.data / "dict.txt")
-    _check_others(sweep, symbols, dry, digest)
+    _check_evaluation_texts(sweep, symbols, dry, digest)
     _check_questions(sweep, symbols, dry)
     return digest
 
 
-def _check_others(sweep: Sweep, symbols: Sequence[str] | None, dry: bool, digest: str | None = None) -> None:
-    """Refuse further texts to evaluate on that are not there, or have another vocabulary, or are one text twice.
+def _check_evaluation_texts(sweep: Sweep, symbols: Sequence[str] | None, dry: bool, digest: str | None = None) -> None:
+    """Check that further texts of the evaluation exist, differ, and have the vocabulary ``symbols`` of the training.
 
-    ``symbols`` and ``digest`` are of the text of the training, None where it is not there yet.
+    ``symbols`` and ``digest`` of the text of the training are None if it does not exist yet.
     """
     seen = {} if digest is None else {digest: "the one that is trained on"}
-    for name, place in sweep.evaluate.items():
-        how = shlex.join(("fairseq-rpe", *sweep.preparing(name)))
-        if not place.is_dir():
+    for name, path in sweep.evaluate.items():
+        command = shlex.join(("fairseq-rpe", *sweep.preparation_of_text(name)))
+        if not path.is_dir():
             if dry and name in sweep.prepared:
                 continue
-            raise UserError(f"data folder {place} does not exist: make it with {how}")
-        corpus.check_text(place, sweep.subset)
-        if symbols is not None and corpus.read_dictionary(place / "dict.txt") != symbols:
-            raise UserError(f"{place} has another vocabulary than {sweep.data}: prepare another folder, e.g. {how}")
-        if (same := corpus.digest(place)) in seen:
-            raise UserError(f"--eval-data {name}: {place} holds the same text as {seen[same]}: leave it out")
-        seen[same] = name
+            raise UserError(f"data folder {path} does not exist: make it with {command}")
+        corpus.check_text_folder(path, sweep.split)
+        if symbols is not None and corpus.read_dictionary(path / "dict.txt") != symbols:
+            raise UserError(f"{path} has another vocabulary than {sweep.data}: prepare another folder, e.g. {command}")
+        if (digest_of_text := corpus.corpus_digest(path)) in seen:
+            raise UserError(f"--eval-data {name}: {path} holds the same text as {seen[digest_of_text]}: leave it out")
+        seen[digest_of_text] = name
 
 
 def _check_questions(sweep: Sweep, symbols: Sequence[str] | None, dry: bool) -> None:
-    """Refuse folders of questions that are not there, cannot be learned from and asked, or have another vocabulary.
+    """Check that question folders exist, have all splits, and have the vocabulary ``symbols`` of the training.
 
-    ``symbols``: the vocabulary of the training, None where its text is not there yet.
+    ``symbols`` is None if the text of the training does not exist yet.
     """
     for name, folder in sweep.questions.items():
-        place, how = Path(folder.data), shlex.join(("fairseq-rpe", *sweep.preparing_questions(name)))
-        if not place.is_dir():
+        path, command = Path(folder.data), shlex.join(("fairseq-rpe", *sweep.preparation_of_questions(name)))
+        if not path.is_dir():
             if dry and folder.prepare:
                 continue
-            raise UserError(f"data folder {place} does not exist: make it with {how}")
-        if not dataset.is_prepared(place):
-            raise UserError(f"{place} holds no questions: make another folder, e.g. with {how}")
-        corpus.check_folder(place, "train", "valid")
-        if symbols is not None and corpus.read_dictionary(place / "dict.txt") != symbols:
-            raise UserError(f"{place} has another vocabulary than {sweep.data}: prepare another folder, e.g. {how}")
+            raise UserError(f"data folder {path} does not exist: make it with {command}")
+        if not dataset.is_question_folder(path):
+            raise UserError(f"{path} holds no questions: make another folder, e.g. with {command}")
+        corpus.check_folder(path, "train", "valid")
+        if symbols is not None and corpus.read_dictionary(path / "dict.txt") != symbols:
+            raise UserError(f"{path} has another vocabulary than {sweep.data}: prepare another folder, e.g. {command}")
 
 
-def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:
-    """Refuse a text that does not fill blocks, questions that do not fit, and batches smaller than a block."""
-    longest = max([*sweep.lengths, *(cell.plan.settings.tokens for cell in cells if cell.kind == "text")], default=0)
+def check_lengths(sweep: Sweep, runs: list[SweepRun]) -> None:
+    """Check that texts fill blocks, questions fit into the training length, and batches hold a block.
+
+    Args:
+        sweep: the sweep.
+        runs: the runs of the sweep.
+
+    Raises:
+        UserError: a text is too short, a question too long, or ``--max-tokens`` too small.
+    """
+    longest = max([*sweep.lengths, *(run.plan.settings.tokens for run in runs if run.kind == "text")], default=0)
     if sweep.max_tokens and sweep.max_tokens < longest:
         raise UserError(f"--max-tokens {sweep.max_tokens} is less than length {longest}: raise it")
-    for request, tokens in ((c.request, c.plan.settings.tokens) for c in cells if c.kind == "answers"):
+    for request, tokens in ((run.request, run.plan.settings.tokens) for run in runs if run.kind == "answers"):
         if request.data is not None and request.data.is_dir():
             training_data.check_questions(request.data, tokens, request.extra)
     if sweep.data is None or not sweep.data.is_dir():
         return
-    tokens = max(cell.plan.settings.tokens for cell in cells if cell.kind != "answers")
-    separate = bool(sweep.base.separate_documents)
-    training_data.check_blocks(sweep.data, tokens, sweep.base.blocks, separate)
+    tokens = max(run.plan.settings.tokens for run in runs if run.kind != "answers")
+    separate = bool(sweep.base_request.separate_documents)
+    training_data.check_blocks(sweep.data, tokens, sweep.base_request.blocks, separate)
     for data in filter(Path.is_dir, () if sweep.questions else (sweep.data, *sweep.evaluate.values())):
         longest = max(tokens, *sweep.lengths)
-        corpus.check_block(data, sweep.subset, longest)
-        if sweep.base.blocks == "document" or separate:
-            corpus.check_documents(data, sweep.subset)
-        if sweep.base.blocks == "document":
-            corpus.check_document_block(data, sweep.subset, longest)
+        corpus.check_block_length(data, sweep.split, longest)
+        if sweep.base_request.blocks == "document" or separate:
+            corpus.check_documents(data, sweep.split)
+        if sweep.base_request.blocks == "document":
+            corpus.check_document_block(data, sweep.split, longest)
 
 
-def commands(sweep: Sweep, cells: list[Cell], on_slurm: Slurm) -> list[str]:
-    """Every command as a line, and as comments what is started in turn."""
-    made = [sweep.preparation] if sweep.preparation else []
-    made += [sweep.preparing(name) for name in sweep.evaluate if name in sweep.prepared]
-    made += [sweep.preparing_questions(name) for name, one in sweep.questions.items() if one.prepare]
-    lines = [shlex.join(command_line(*words)) for words in made]
+def dry_run_lines(sweep: Sweep, runs: list[SweepRun], on_slurm: SlurmSettings) -> list[str]:
+    """Return every command of a sweep as a line for a shell, with comments about the processes that it starts.
+
+    Args:
+        sweep: the sweep.
+        runs: the runs of the sweep.
+        on_slurm: settings of the SLURM jobs, None for this machine.
+
+    Returns:
+        The lines.
+    """
+    preparations = [sweep.preparation] if sweep.preparation else []
+    preparations += [sweep.preparation_of_text(name) for name in sweep.evaluate if name in sweep.prepared]
+    preparations += [sweep.preparation_of_questions(name) for name, folder in sweep.questions.items() if folder.prepare]
+    lines = [shlex.join(command_line(*words)) for words in preparations]
     if on_slurm is not None:
-        given = ", ".join(f"{key}={value}" for key, value in slurm.settings(sweep, on_slurm).items())
-        firsts = [cell for cell in cells if cell.parent is None]
-        lines.append(f"# an array of {len(firsts)} SLURM jobs: {given}")
-        if behind := len(cells) - len(firsts):
-            lines.append(f"# and one of {behind} that wait for those that they continue (dependency=afterany)")
-    base = sweep.base
-    gpus = launch.gpus(base, dry=True) if on_slurm is None else 0 if base.device == "cpu" else base.nproc
-    for cell in cells:
+        settings = ", ".join(f"{key}={value}" for key, value in slurm.job_settings(sweep, on_slurm).items())
+        independent = [run for run in runs if run.parent is None]
+        lines.append(f"# an array of {len(independent)} SLURM jobs: {settings}")
+        if continued := len(runs) - len(independent):
+            lines.append(f"# and one of {continued} that wait for those that they continue (dependency=afterany)")
+    base = sweep.base_request
+    gpus = launch.count_gpus(base, dry=True) if on_slurm is None else 0 if base.device == "cpu" else base.nproc
+    for run in runs:
         if on_slurm is not None:
-            lines.append(f"# job {cell.name}{f', after {cell.parent.name}' if cell.parent else ''}:")
-        lines.append(shlex.join(cell.train_command))
-        if base.world > 1:
-            lines.append(f"# starts: {cell.torchrun(on_slurm is not None, gpus)}")
-        for evaluation in cell.evaluations:
-            lines += [f"# {evaluation.left_out}"] * bool(evaluation.left_out) + [shlex.join(evaluation.command)]
+            lines.append(f"# job {run.name}{f', after {run.parent.name}' if run.parent else ''}:")
+        lines.append(shlex.join(run.train_command))
+        if base.world_size > 1:
+            lines.append(f"# starts: {run.launch_line(on_slurm is not None, gpus)}")
+        for evaluation in run.evaluations:
+            if evaluation.skipped_lengths:
+                lines.append(f"# {evaluation.skipped_lengths}")
+            lines.append(shlex.join(evaluation.command))
     return lines
 
 
-def left_out(cells: Sequence[Cell]) -> list[str]:
-    """A line for each method that cannot be evaluated at every length, whatever the seed."""
-    return list(dict.fromkeys(e.left_out for cell in cells for e in cell.evaluations if e.left_out))
+def skipped_evaluations(runs: Sequence[SweepRun]) -> list[str]:
+    """Return one line for each method that is not evaluated at all lengths."""
+    return list(dict.fromkeys(e.skipped_lengths for run in runs for e in run.evaluations if e.skipped_lengths))
 
 
-def carry_out(sweep: Sweep, left: Mapping[Cell, list[Stage]], cells: list[Cell], on_slurm: Slurm) -> list[str]:
-    """Carry out what is left; returns a line for each run that failed. On this machine no job may be busy with it."""
-    if not left:
+def run_sweep(
+    sweep: Sweep, pending: Mapping[SweepRun, list[Stage]], runs: list[SweepRun], on_slurm: SlurmSettings
+) -> list[str]:
+    """Run the stages of a sweep that are left.
+
+    Args:
+        sweep: the sweep.
+        pending: stages that are left, by run.
+        runs: all runs of the sweep.
+        on_slurm: settings of the SLURM jobs, None for this machine.
+
+    Returns:
+        One line per failed run.
+
+    Raises:
+        UserError: a SLURM job is working on a run that this machine would train.
+    """
+    if not pending:
         return []
     if on_slurm is not None:
-        return slurm.execute(sweep, on_slurm, left)
-    with contextlib.ExitStack() as held:
-        for cell in left:
-            busy = f"a job is busy with {cell.name}: wait for it, or stop it with scancel"
-            held.enter_context(lock(cell.folder.lock, busy))
-        return local_executor.execute(
-            left, cells, local_executor.places(sweep.base.device, sweep.base.nproc, sweep.jobs)
-        )
+        return slurm.submit_and_wait(sweep, on_slurm, pending)
+    base = sweep.base_request
+    with contextlib.ExitStack() as locks:
+        for run in pending:
+            message = f"a job is busy with {run.name}: wait for it, or stop it with scancel"
+            locks.enter_context(exclusive_lock(run.folder.lock, message))
+        environments = local_executor.job_environments(base.device, base.nproc, sweep.jobs)
+        return local_executor.run_stages(pending, runs, environments)
 
 
-def state(sweep: Sweep, cells: list[Cell]) -> State:
-    """What the sweep is about, for the report; methods, tasks, lengths and seeds may be added to those on record.
+def merged_record(sweep: Sweep, runs: list[SweepRun]) -> SweepRecord:
+    """Merge a sweep with the record in its folder: methods, tasks, lengths and seeds may be added.
 
-    Raises UserError: the folder holds another sweep.
+    Args:
+        sweep: the sweep.
+        runs: the runs of the sweep; fine-tunings come last.
+
+    Returns:
+        The record for sweep.json.
+
+    Raises:
+        UserError: the folder holds a sweep with other settings.
     """
     folder = SweepFolder(sweep.out)
-    before = folder.state() if folder.state_path.exists() else None
-    plan, of_tasks = cells[0].plan, ("data", "tokens") if sweep.algorithms else ()
-    # what the runs do not share
-    own: dict[str, Any] = dict.fromkeys(("rpe", "seed", "positions_train", "positions_eval", *of_tasks))
-    settings = SweepSettings(**{**vars(plan.settings), **own}, updates=plan.updates, subset=sweep.subset)
-    last = cells[-1].plan
-    further: dict[str, Any] = {**vars(last.settings), **own, "data": None, "finetune_from": None}
-    tuned = SweepSettings(**further, updates=last.updates, subset=sweep.subset) if sweep.questions else None
-    asking = ((sweep.scale and sweep.scale.asking) or Asking()) if sweep.questions else None
+    before = folder.read_record() if folder.record_path.exists() else None
+    # settings that differ between runs are not recorded
+    task_keys = ("data", "tokens") if sweep.algorithms else ()
+    unshared: dict[str, Any] = dict.fromkeys(("rpe", "seed", "positions_train", "positions_eval", *task_keys))
+    first, last = runs[0].plan, runs[-1].plan
+    settings = SweepSettings(**{**vars(first.settings), **unshared}, updates=first.updates, split=sweep.split)
+    fine_tuning = question_config = None
+    if sweep.questions:
+        shared: dict[str, Any] = {**vars(last.settings), **unshared, "data": None, "finetune_from": None}
+        fine_tuning = SweepSettings(**shared, updates=last.updates, split=sweep.split)
+        question_config = (sweep.preset and sweep.preset.question_config) or QuestionConfig()
     if before is not None:
-        if other := settings.difference(replace(before.settings, **own)):
-            raise UserError(f"{sweep.out} holds another sweep ({other}): choose another --out")
+        if difference := settings.difference(replace(before.settings, **unshared)):
+            raise UserError(f"{sweep.out} holds another sweep ({difference}): choose another --out")
         if before.kind != ("algorithms" if sweep.algorithms else "answers" if sweep.questions else "text"):
             raise UserError(f"{sweep.out} holds a sweep of another kind: choose another --out")
-        if before.tuned and tuned and (other := tuned.difference(before.tuned)):
-            raise UserError(f"{sweep.out} holds a sweep with another fine-tuning ({other}): choose another --out")
-        if before.asking != asking:
-            raise UserError(f"{sweep.out} holds answers asked for in another way: choose another --out")
-    known = dict(before.methods) if before else {}
+        if before.fine_tuning and fine_tuning and (difference := fine_tuning.difference(before.fine_tuning)):
+            raise UserError(f"{sweep.out} holds a sweep with another fine-tuning ({difference}): choose another --out")
+        if before.question_config != question_config:
+            raise UserError(f"{sweep.out} holds a sweep with another question_config: choose another --out")
+    methods = dict(before.methods) if before else {}
     for method in sweep.methods:
-        if known.get(method.name, method) != method:
+        if methods.get(method.name, method) != method:
             raise UserError(f"{sweep.out} holds other positions for '{method.name}': choose another --out")
-        known[method.name] = method
-    old = before or State(settings, (), ())
+        methods[method.name] = method
+    old = before or SweepRecord(settings, (), ())
     about = {name: getattr(sweep.recipe or old, name) for name in ("title", "paper", "published")}
-    return State(
+    return SweepRecord(
         settings=settings,
         recipe=sweep.recipe_name or old.recipe,
         **about,
-        encodings=_added(old.encodings, (m.name for m in sweep.methods)),
-        methods=known,
-        evaluate=_evaluated(sweep, old, cells),
-        questions=_on_questions(sweep, old, cells),
-        tuned=tuned,
-        asking=asking,
+        encodings=_union(old.encodings, (method.name for method in sweep.methods)),
+        methods=methods,
+        evaluate=_merged_texts(sweep, old, runs),
+        questions=_merged_questions(sweep, old, runs),
+        fine_tuning=fine_tuning,
+        question_config=question_config,
         seeds=tuple(sorted({*old.seeds, *sweep.seeds})),
-        lengths=tuple(sorted({*old.lengths, *(n for cell in cells for n in cell.lengths)})),
-        # what is carried out, by run: nothing is known of the runs of an older version
+        lengths=tuple(sorted({*old.lengths, *(n for run in runs for n in run.lengths)})),
         commands=old.commands,
         data=str(sweep.data) if sweep.data is not None else None,
-        algorithms=_added(old.algorithms, sweep.algorithms),
+        algorithms=_union(old.algorithms, sweep.algorithms),
     )
 
 
-def _evaluated(sweep: Sweep, old: State, cells: list[Cell]) -> dict[str, Scored]:
-    """The further texts on record and those that are asked for now."""
-    found = dict(old.evaluate)
-    for one in (evaluation for cell in cells for evaluation in cell.evaluations):
-        if one.corpus is None or not isinstance(one.keys[0], TextKey):
+def _merged_texts(sweep: Sweep, old: SweepRecord, runs: list[SweepRun]) -> dict[str, EvaluationText]:
+    """Merge the further texts of the evaluation with recorded ones. Raises UserError: a name has another text."""
+    texts = dict(old.evaluate)
+    for evaluation in (evaluation for run in runs for evaluation in run.evaluations):
+        name, key = evaluation.text_name, evaluation.keys[0]
+        if name is None or not isinstance(key, TextKey):
             continue
-        if one.corpus in found and found[one.corpus].digest != one.keys[0].data:
-            raise UserError(f"{sweep.out} holds another text '{one.corpus}': choose another name or --out")
-        found[one.corpus] = Scored(str(one.data), one.keys[0].data)
-    return found
+        if name in texts and texts[name].digest != key.data:
+            raise UserError(f"{sweep.out} holds another text '{name}': choose another name or --out")
+        texts[name] = EvaluationText(str(evaluation.data), key.data)
+    return texts
 
 
-def _on_questions(sweep: Sweep, old: State, cells: list[Cell]) -> dict[str, Questions]:
-    """The folders of questions on record and those that are asked for now, with the sets that were asked."""
-    found = dict(old.questions)
+def _merged_questions(sweep: Sweep, old: SweepRecord, runs: list[SweepRun]) -> dict[str, EvaluationQuestions]:
+    """Merge the question folders with recorded ones. Raises UserError: a name has another folder."""
+    questions = dict(old.questions)
     for name, folder in sweep.questions.items():
-        place, names = Path(folder.data), [m.run_name(seed, name) for m in sweep.methods for seed in sweep.seeds]
-        keys = [key for cell in cells if cell.name in names for one in cell.evaluations for key in one.keys]
-        sets = dict.fromkeys(key.set for key in keys if isinstance(key, QuestionKey))
-        made = Questions(str(place), dataset.digest(place), tuple(sets))
-        if name in found and found[name].digest != made.digest:
+        path, run_names = Path(folder.data), [m.run_name(seed, name) for m in sweep.methods for seed in sweep.seeds]
+        evaluations = [evaluation for run in runs if run.name in run_names for evaluation in run.evaluations]
+        keys = [key for evaluation in evaluations for key in evaluation.keys]
+        sets = tuple(dict.fromkeys(key.set for key in keys if isinstance(key, QuestionKey)))
+        digest = dataset.dataset_digest(path)
+        if name in questions and questions[name].digest != digest:
             raise UserError(f"{sweep.out} holds other questions '{name}': choose another name or --out")
-        found[name] = replace(made, sets=_added(found[name].sets if name in found else (), made.sets))
-    return found
+        old_sets = questions[name].sets if name in questions else ()
+        questions[name] = EvaluationQuestions(str(path), digest, _union(old_sets, sets))
+    return questions
 
 
-def noted(record: State, left: Mapping[Cell, list[Stage]]) -> State:
-    """The state with the commands of what is left among those that its runs have on record."""
-    known = {run: dict(stages) for run, stages in record.commands.items()}
-    for cell, stages in left.items():
-        lines = known.setdefault(cell.name, {})
+def with_commands(record: SweepRecord, pending: Mapping[SweepRun, list[Stage]]) -> SweepRecord:
+    """Add the commands of pending stages to a record.
+
+    Args:
+        record: record of the sweep.
+        pending: stages that are left, by run.
+
+    Returns:
+        The new record.
+    """
+    commands = {name: dict(stages) for name, stages in record.commands.items()}
+    for run, stages in pending.items():
+        lines = commands.setdefault(run.name, {})
         for stage in stages:
-            lines[stage.name] = _added(lines.get(stage.name, ()), (shlex.join(stage.command),))
-    return replace(record, commands=known)
+            lines[stage.name] = _union(lines.get(stage.name, ()), (shlex.join(stage.command),))
+    return replace(record, commands=commands)
 
 
-def _added(known: Sequence[str], more: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*known, *more]))
+def _union(first: Sequence[str], second: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*first, *second]))

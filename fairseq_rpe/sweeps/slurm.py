@@ -1,4 +1,4 @@
-"""A sweep on a SLURM cluster: the runs with work left as one array of submitit, a job each."""
+"""Runs a sweep on a SLURM cluster: the runs with stages left are one job array of submitit."""
 
 from __future__ import annotations
 
@@ -16,50 +16,56 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import processes
 from fairseq_rpe.runs.child_output import last_error
 from fairseq_rpe.sweeps import local_executor
-from fairseq_rpe.sweeps.grid import TRAINING, Cell, Stage
+from fairseq_rpe.sweeps.grid import TRAINING, Stage, SweepRun
 from fairseq_rpe.sweeps.resolve import Sweep
-from fairseq_rpe.utils.child_processes import interpreter
-from fairseq_rpe.utils.files import lock
+from fairseq_rpe.utils.child_processes import python_command
+from fairseq_rpe.utils.files import exclusive_lock
 
 if TYPE_CHECKING:
     import submitit
 
 FOLDER = "slurm"
-# decided by other flags, or what the jobs rely on
-OURS = {
+# settings that other options decide, or that the jobs rely on
+RESERVED_SETTINGS = {
     "nodes": "--nodes",
     "array_parallelism": "--jobs",
     "tasks_per_node": "it is always 1: --nproc says how many processes there are",
     "submitit_folder": "it is always a folder of --out",
 }
-# submitit's own words for every kind of cluster; the others are SLURM's
+# parameters that submitit has for all clusters; the others are SLURM's
 _COMMON = ("name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node")
 _ADDITIONAL = "additional_parameters."
-_TIMEOUTS = 100  # a run goes on from its last checkpoint, so that it may need its time several times over
+_MAX_TIMEOUTS = 100  # a run resumes from its last checkpoint, so one job may time out often
 _POLL_SECONDS = 5.0
-# the one place of a job: cores and GPUs are those that SLURM gave to it
-_PLACE: list[dict[str, str]] = [{}]
+# the environment of a job; its cores and GPUs are those that SLURM allocates
+_JOB_ENVIRONMENTS: list[dict[str, str]] = [{}]
 
 
-def settings(sweep: Sweep, given: Sequence[tuple[str, str]]) -> dict[str, object]:
-    """What submitit is told of the jobs; ``given``: KEY=VALUE of the user's.
+def job_settings(sweep: Sweep, options: Sequence[tuple[str, str]]) -> dict[str, object]:
+    """Return the parameters of submitit for the jobs of a sweep.
 
-    ``additional_parameters.X`` is sbatch's own option X; a list in brackets is a list.
+    Args:
+        sweep: the sweep.
+        options: keys and values of ``--slurm``; ``additional_parameters.X`` is sbatch's option X, and a value in
+            brackets is a list.
+
+    Returns:
+        Parameters by name.
     """
-    found: dict[str, object] = {"name": sweep.out.name, "nodes": sweep.base.nodes, "tasks_per_node": 1}
-    if sweep.base.device != "cpu":
-        found["gpus_per_node"] = sweep.base.nproc
+    settings: dict[str, object] = {"name": sweep.out.name, "nodes": sweep.base_request.nodes, "tasks_per_node": 1}
+    if sweep.base_request.device != "cpu":
+        settings["gpus_per_node"] = sweep.base_request.nproc
     if sweep.jobs:
-        found["array_parallelism"] = sweep.jobs
-    more: dict[str, object] = {}
-    for key, value in given:
-        part = more if key.startswith(_ADDITIONAL) else found
-        part[key.removeprefix(_ADDITIONAL)] = _typed(value)
-    return {**found, "additional_parameters": more} if more else found
+        settings["array_parallelism"] = sweep.jobs
+    additional: dict[str, object] = {}
+    for key, value in options:
+        table = additional if key.startswith(_ADDITIONAL) else settings
+        table[key.removeprefix(_ADDITIONAL)] = _parse_value(value)
+    return {**settings, "additional_parameters": additional} if additional else settings
 
 
-def _typed(value: str) -> object:
-    """Numbers, true, false and null as JSON has them, ``[a, b]`` as a list of texts, anything else as text."""
+def _parse_value(value: str) -> object:
+    """Parse numbers, true, false and null as JSON, ``[a, b]`` as a list of texts, anything else as text."""
     if value.startswith("[") and value.endswith("]"):
         return [item.strip() for item in value[1:-1].split(",")]
     try:
@@ -68,8 +74,12 @@ def _typed(value: str) -> object:
         return value
 
 
-def check() -> None:
-    """Refuse what would fail after the sweep was prepared."""
+def check_slurm() -> None:
+    """Check that submitit and SLURM are available.
+
+    Raises:
+        UserError: submitit or a program of SLURM is missing.
+    """
     try:
         import submitit  # noqa: F401
     except ImportError:
@@ -80,51 +90,76 @@ def check() -> None:
             raise UserError(f"--launcher slurm: there is no {program} here: run this on a login node of the cluster")
 
 
-def execute(sweep: Sweep, given: Sequence[tuple[str, str]], pending: Mapping[Cell, list[Stage]]) -> list[str]:
-    """Submit, wait and say which runs are not finished then; a run that an earlier job is busy with is left to it."""
-    busy = [cell for cell in pending if _is_busy(cell)]
-    for cell in busy:
-        print(f"{cell.name} is already being run by a job of an earlier call: leaving it to that job", file=sys.stderr)
-    mine = {cell: _sizes(stages) for cell, stages in pending.items() if cell not in busy}
-    told = _submit(sweep, given, list(mine)) if mine else ""
-    failures = [f"{cell.name} is not finished: another job is busy with it, see squeue" for cell in busy]
-    for cell, before in mine.items():
-        if left := cell.work_left():
-            why = last_error(left[0].log, before.get(left[0].log, 0)) or told or "its job left no message"
-            where = left[0].log if left[0].log.exists() else sweep.out / FOLDER
-            failures.append(f"{cell.name} is not finished, {left[0].name} is left: {why} (log: {where})")
+def submit_and_wait(
+    sweep: Sweep, options: Sequence[tuple[str, str]], pending: Mapping[SweepRun, list[Stage]]
+) -> list[str]:
+    """Submit the jobs of a sweep and wait for them; runs of a job that is still active are left to it.
+
+    Args:
+        sweep: the sweep.
+        options: keys and values of ``--slurm``.
+        pending: stages that are left, by run.
+
+    Returns:
+        One line per run that is not finished.
+    """
+    busy = [run for run in pending if _is_busy(run)]
+    for run in busy:
+        print(f"{run.name} is already being run by a job of an earlier call: leaving it to that job", file=sys.stderr)
+    submitted = {run: _log_sizes(stages) for run, stages in pending.items() if run not in busy}
+    error = _submit(sweep, options, list(submitted)) if submitted else ""
+    failures = [f"{run.name} is not finished: another job is busy with it, see squeue" for run in busy]
+    for run, log_sizes in submitted.items():
+        if remaining := run.remaining_stages():
+            stage = remaining[0]
+            reason = last_error(stage.log, log_sizes.get(stage.log, 0)) or error or "its job left no message"
+            log = stage.log if stage.log.exists() else sweep.out / FOLDER
+            failures.append(f"{run.name} is not finished, {stage.name} is left: {reason} (log: {log})")
     return failures
 
 
-def executor(sweep: Sweep, given: Sequence[tuple[str, str]]) -> submitit.AutoExecutor:
-    """submitit's executor for the jobs of a sweep.
+def make_executor(sweep: Sweep, options: Sequence[tuple[str, str]]) -> submitit.AutoExecutor:
+    """Return submitit's executor for the jobs of a sweep.
 
-    Raises UserError: submitit or SLURM has no such setting.
+    Args:
+        sweep: the sweep.
+        options: keys and values of ``--slurm``.
+
+    Returns:
+        The executor.
+
+    Raises:
+        UserError: submitit or SLURM has no such setting.
     """
     import submitit
 
-    of: dict[str, Any] = {"slurm_max_num_timeout": _TIMEOUTS, "slurm_python": shlex.join(interpreter())}
-    made = submitit.AutoExecutor(sweep.out / FOLDER / "%j", cluster="slurm", **of)
-    wanted = {key if key in _COMMON else f"slurm_{key}": value for key, value in settings(sweep, given).items()}
+    defaults: dict[str, Any] = {"slurm_max_num_timeout": _MAX_TIMEOUTS, "slurm_python": shlex.join(python_command())}
+    executor = submitit.AutoExecutor(sweep.out / FOLDER / "%j", cluster="slurm", **defaults)
+    parameters = {
+        key if key in _COMMON else f"slurm_{key}": value for key, value in job_settings(sweep, options).items()
+    }
     try:
-        made.update_parameters(**wanted)
+        executor.update_parameters(**parameters)
     except (NameError, TypeError, ValueError, AssertionError) as error:
         raise UserError(f"--slurm: {' '.join(str(error).split())}") from None
-    return made
+    return executor
 
 
-def _submit(sweep: Sweep, given: Sequence[tuple[str, str]], cells: list[Cell]) -> str:
-    """Start the jobs and wait for them; returns what the first failed one complained about."""
-    firsts = [cell for cell in cells if cell.parent not in cells]
-    jobs = executor(sweep, given).map_array(Job(), firsts)
-    if behind := [cell for cell in cells if cell.parent in cells]:
-        # afterany: a run that failed is told by the job of the one that continues it
-        numbers = {cell: job.job_id for cell, job in zip(firsts, jobs, strict=True)}
-        wait = ":".join(["afterany", *dict.fromkeys(numbers[cell.parent] for cell in behind if cell.parent)])
-        jobs = [*jobs, *executor(sweep, [*given, ("dependency", wait)]).map_array(Job(), behind)]
+def _submit(sweep: Sweep, options: Sequence[tuple[str, str]], runs: list[SweepRun]) -> str:
+    """Submit the jobs and wait for them; return the message of the first failed one."""
+    independent = [run for run in runs if run.parent not in runs]
+    jobs = make_executor(sweep, options).map_array(SweepJob(), independent)
+    if continued := [run for run in runs if run.parent in runs]:
+        # afterany: the job that continues a failed run reports that failure
+        job_ids = {run: job.job_id for run, job in zip(independent, jobs, strict=True)}
+        dependency = ":".join(["afterany", *dict.fromkeys(job_ids[run.parent] for run in continued if run.parent)])
+        jobs = [*jobs, *make_executor(sweep, [*options, ("dependency", dependency)]).map_array(SweepJob(), continued)]
     ids = ", ".join(job.job_id for job in jobs)
-    print(f"{len(jobs)} jobs for SLURM ({ids}), of {', '.join(c.name for c in (*firsts, *behind))}", file=sys.stderr)
-    print("This waits for them. If you stop it, they go on; rerun it to collect the results.", file=sys.stderr)
+    print(
+        f"{len(jobs)} jobs for SLURM ({ids}), of {', '.join(c.name for c in (*independent, *continued))}",
+        file=sys.stderr,
+    )
+    print("This waits for them. If you stop it, they continue; rerun it to collect the results.", file=sys.stderr)
     with processes.sigterm_raises():
         while not all(job.done() for job in jobs):
             time.sleep(_POLL_SECONDS)
@@ -132,50 +167,60 @@ def _submit(sweep: Sweep, given: Sequence[tuple[str, str]], cells: list[Cell]) -
     return f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0] if errors else ""
 
 
-class Job:
-    """What a job does; SLURM starts it again after a time-out, preemption or lost node."""
+class SweepJob:
+    """The function of a job; SLURM requeues it after a time-out, preemption or lost node."""
 
-    def __call__(self, cell: Cell) -> None:
-        """Do what is left of a run, as the local launcher does; with nothing left it ends at once.
+    def __call__(self, run: SweepRun) -> None:
+        """Run the remaining stages of a run.
 
-        A failed run is told in the job's log and is no exception: the other jobs go on.
+        A failure is printed to the log of the job and raises nothing, so that other jobs continue.
+
+        Args:
+            run: the run.
         """
         try:
             if int(os.environ.get("SLURM_NODEID", "0")) > 0:
-                _train_along(cell)
+                _join_training(run)
                 return
-            with lock(cell.folder.lock, f"another job is busy with {cell.name}"):
-                stages = cell.work_left()
-                for line in local_executor.execute({cell: stages}, [cell], _PLACE) if stages else []:
+            with exclusive_lock(run.folder.lock, f"another job is busy with {run.name}"):
+                stages = run.remaining_stages()
+                for line in local_executor.run_stages({run: stages}, [run], _JOB_ENVIRONMENTS) if stages else []:
                     print(f"error: {line}", file=sys.stderr)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-        except processes.Stopped:
-            # no result for submitit: SLURM may start this job again
+        except processes.Terminated:
+            # without a result for submitit SLURM may start this job again
             sys.exit(143)
 
-    def checkpoint(self, cell: Cell) -> submitit.helpers.DelayedSubmission:
-        """What is submitted again: the same run, whose folder knows how far it is."""
+    def checkpoint(self, run: SweepRun) -> submitit.helpers.DelayedSubmission:
+        """Return the job that replaces this one: the same run, which resumes from its folder.
+
+        Args:
+            run: the run.
+
+        Returns:
+            The submission.
+        """
         import submitit
 
-        return submitit.helpers.DelayedSubmission(self, cell)
+        return submitit.helpers.DelayedSubmission(self, run)
 
 
-def _train_along(cell: Cell) -> None:
-    """A further node of a run takes part in its training alone."""
-    stages = [stage for stage in cell.work_left() if stage.name == TRAINING]
+def _join_training(run: SweepRun) -> None:
+    """Take part in the training of a run as a further node, which evaluates nothing."""
+    stages = [stage for stage in run.remaining_stages() if stage.name == TRAINING]
     if stages:
-        log = cell.folder.path / f"train-node{os.environ['SLURM_NODEID']}.log"
-        local_executor.execute({cell: [Stage(TRAINING, stages[0].command, log)]}, [cell], _PLACE)
+        log = run.folder.path / f"train-node{os.environ['SLURM_NODEID']}.log"
+        local_executor.run_stages({run: [Stage(TRAINING, stages[0].command, log)]}, [run], _JOB_ENVIRONMENTS)
 
 
-def _is_busy(cell: Cell) -> bool:
+def _is_busy(run: SweepRun) -> bool:
     try:
-        with lock(cell.folder.lock, "busy"):
+        with exclusive_lock(run.folder.lock, "busy"):
             return False
     except UserError:
         return True
 
 
-def _sizes(stages: list[Stage]) -> dict[Path, int]:
+def _log_sizes(stages: list[Stage]) -> dict[Path, int]:
     return {stage.log: stage.log.stat().st_size for stage in stages if stage.log.exists()}

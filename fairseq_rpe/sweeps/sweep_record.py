@@ -1,4 +1,4 @@
-"""What a sweep compares and what is on record of it: ``sweep.json``, written by the sweep and read by its reports."""
+"""Methods of a sweep and its record ``sweep.json``, written by the sweep and read by reports."""
 
 import hashlib
 import re
@@ -8,32 +8,43 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import nearest
-from fairseq_rpe.evaluation.question_records import By
+from fairseq_rpe.core.spec import did_you_mean
+from fairseq_rpe.evaluation.question_records import AnswerMode
 from fairseq_rpe.evaluation.records import Context
-from fairseq_rpe.questions.prompt import Cut
-from fairseq_rpe.runs.run_folder import SWEEP_RECORD, RunFolder, Which
-from fairseq_rpe.runs.settings import IDENTITY, Settings
+from fairseq_rpe.questions.prompt import Truncate
+from fairseq_rpe.runs.run_folder import LAYOUT, SWEEP_RECORD, CheckpointKind, RunFolder, check_layout
+from fairseq_rpe.runs.settings import IDENTITY, RunSettings
 from fairseq_rpe.utils import records
 from fairseq_rpe.utils.files import RESTORE, read_json, write_json
-from fairseq_rpe.utils.records import Betas, Count, Fraction, FromZero, Natural, Rate, Rule, Words
+from fairseq_rpe.utils.records import Betas, Count, Fraction, Natural, NonNegative, Rate, Rule, TextTuple
 
 Kind = Literal["text", "algorithms", "answers"]
-_LONGEST_NAME = 80
+_MAX_NAME_LENGTH = 80
 Url = Annotated[str, Rule(lambda text: text.startswith("https://"), "an address that begins with https://")]
 
 
 def slug(spec: str, seed: int) -> str:
-    """A file name for a run; two specs never share one."""
-    plain = re.sub(r"[^A-Za-z0-9._=-]+", "-", spec)[:_LONGEST_NAME]
+    """Return a file name for a run; different specs get different names.
+
+    Args:
+        spec: what is trained.
+        seed: seed of the run.
+
+    Returns:
+        The name, with a hash if the spec has characters that a file name should not have.
+    """
+    plain = re.sub(r"[^A-Za-z0-9._=-]+", "-", spec)[:_MAX_NAME_LENGTH]
     if plain != spec:
         plain += "-" + hashlib.sha256(spec.encode()).hexdigest()[:6]
     return f"{plain}-seed{seed}"
 
 
 @dataclass(frozen=True)
-class Further:
-    """What may be said of how a model is trained; of a training that continues another one ``None`` is: as that one."""
+class OptimizationSettings:
+    """Settings of a training in a recipe or record.
+
+    ``None`` selects the default; in a training that continues another one, the value of that training.
+    """
 
     tokens: Count | None = None
     batch_sentences: Count | None = None
@@ -41,26 +52,30 @@ class Further:
     lr: Rate | None = None
     warmup: Count | None = None
     schedule: Literal["inverse_sqrt", "linear", "cosine"] | None = None
-    min_lr: FromZero | None = None
+    min_lr: NonNegative | None = None
     betas: Betas | None = None
-    weight_decay: FromZero | None = None
-    clip_norm: FromZero | None = None
+    weight_decay: NonNegative | None = None
+    clip_norm: NonNegative | None = None
     dropout: Fraction | None = None
     attention_dropout: Fraction | None = None
     activation_dropout: Fraction | None = None
 
-    def given(self) -> dict[str, object]:
-        """What is said."""
+    def stated(self) -> dict[str, object]:
+        """Return the settings that are not None, by name."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a sweep compares: an encoding with its position transforms; ``name`` is its label everywhere.
+    """A method that a sweep compares: an encoding with its position transforms.
 
-    ``rpe_eval``: the encoding that evaluation has in place of ``rpe``, without any training.
-    ``continues``: the method whose finished training it begins with, and ``further`` what its own does in
-    another way.
+    Attributes:
+        name: label in all outputs.
+        rpe: spec of the encoding.
+        positions_train, positions_eval: specs of the position transforms.
+        rpe_eval: encoding that replaces ``rpe`` in evaluation, without training.
+        continues: name of the method whose finished training this one starts from.
+        further: settings of that continued training which differ from the first one.
     """
 
     name: str
@@ -69,30 +84,40 @@ class Method:
     positions_eval: str | None = None
     rpe_eval: str | None = None
     continues: str | None = None
-    further: Further = Further()
+    further: OptimizationSettings = OptimizationSettings()
 
     @property
     def leaves_positions(self) -> bool:
-        """Whether positions are the plain ones in training and in evaluation."""
+        """Whether no position transform is used, neither in training nor in evaluation."""
         return {self.positions_train, self.positions_eval or IDENTITY} == {IDENTITY}
 
     def run_name(self, seed: int, algorithm: str | None = None) -> str:
-        """The folder of a training run: methods that are trained alike share it; what continues another has its own."""
-        if self.continues:
-            return slug("@".join(part for part in (algorithm, self.name, f"after={self.continues}") if part), seed)
-        moved = None if self.positions_train == IDENTITY else self.positions_train
-        return slug("@".join(part for part in (algorithm, self.rpe, moved) if part), seed)
+        """Return the name of a run's folder.
 
-    def record(self) -> dict[str, object]:
-        """As sweep.json has it, by its name."""
-        left = {"name", "continues", "further"} | ({"rpe_eval"} if self.rpe_eval is None else set())
-        known = {key: value for key, value in vars(self).items() if key not in left}
-        return {**known, "continues": self.continues, "further": self.further.given()} if self.continues else known
+        Methods with the same training share a run; a method that continues another one has a run of its own.
+
+        Args:
+            seed: seed of the run.
+            algorithm: generated task or set of questions.
+
+        Returns:
+            The name of the folder.
+        """
+        if self.continues:
+            return slug("@".join(word for word in (algorithm, self.name, f"after={self.continues}") if word), seed)
+        transform = None if self.positions_train == IDENTITY else self.positions_train
+        return slug("@".join(word for word in (algorithm, self.rpe, transform) if word), seed)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the method as in sweep.json, without its name."""
+        omitted = {"name", "continues", "further"} | ({"rpe_eval"} if self.rpe_eval is None else set())
+        method = {key: value for key, value in vars(self).items() if key not in omitted}
+        return {**method, "continues": self.continues, "further": self.further.stated()} if self.continues else method
 
 
 @dataclass(frozen=True)
-class Training(Further):
-    """What a recipe's file may say of a training, its own or a published one; ``None``: it does not."""
+class TrainingSettings(OptimizationSettings):
+    """Settings of a training and its model in a recipe, its own or published ones; ``None``: not stated."""
 
     arch: str | None = None
     activation_fn: Literal["relu", "gelu", "gelu_accurate"] | None = None
@@ -100,8 +125,12 @@ class Training(Further):
 
 
 @dataclass(frozen=True)
-class PublishedSettings(Training):
-    """What is known of published runs; ``context``: whether a training sequence may hold more than one document."""
+class PublishedSettings(TrainingSettings):
+    """Settings of published runs; ``None``: not published.
+
+    Attributes:
+        context: whether a training sequence may hold more than one document.
+    """
 
     data: str | None = None
     tokeniser: str | None = None
@@ -114,11 +143,15 @@ class PublishedSettings(Training):
 
 @dataclass(frozen=True)
 class Published:
-    """Published results: where they are from, what is known of the runs, and the values by method.
+    """Published results of a recipe.
 
-    ``values``: by length for text (perplexities, or their natural logarithms where ``measure`` is ``log_ppl``), by
-    task for algorithms (exact answers in per cent), by set or by length for answers to questions (``score``, a metric
-    in per cent; ``mean``: what alone is printed of them).
+    Attributes:
+        source: paper and table.
+        url: address of the source.
+        settings: settings of the published runs.
+        measure: ``ppl``, ``log_ppl`` (natural logarithm) or ``score`` (a metric in per cent).
+        values: results by method, then by length for text; by task for algorithms (exact match in per cent); by set or
+            length for questions, or ``mean`` if only the mean is published.
     """
 
     source: str
@@ -128,88 +161,133 @@ class Published:
     values: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
 
     @property
-    def form(self) -> str:
-        """How to print the values: with as many decimals as the most precise of them, at least two."""
-        given = [str(value) for row in self.values.values() for value in row.values()]
-        return f".{max([2, *(len(text.partition('.')[2]) for text in given)])}f"
+    def number_format(self) -> str:
+        """Format specification with the decimals of the most precise value, at least two."""
+        numbers = [str(value) for row in self.values.values() for value in row.values()]
+        return f".{max([2, *(len(text.partition('.')[2]) for text in numbers)])}f"
 
-    def record(self) -> dict[str, object]:
-        """As TOML and JSON have it: a method's values beside what is said about them."""
-        known = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("settings", "values")}
-        found = {key: value for key, value in known.items() if value is not None and (key, value) != ("measure", "ppl")}
+    def to_dict(self) -> dict[str, object]:
+        """Return the results as in TOML and JSON: values by method next to the other keys."""
+        about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("settings", "values")}
+        record = {
+            key: value for key, value in about.items() if value is not None and (key, value) != ("measure", "ppl")
+        }
         if self.settings is not None:
-            found["settings"] = {k: v for k, v in records.write(self.settings).items() if v is not None}
-        return {**found, **self.values}
+            record["settings"] = {k: v for k, v in records.to_dict(self.settings).items() if v is not None}
+        return {**record, **self.values}
 
 
-def read_published(given: object, source: str, methods: Mapping[str, Method] | None) -> Published:
-    """Published results as TOML or JSON have them; ``methods`` are those that may have values, if that is checked."""
-    if not isinstance(given, Mapping):
+def read_published(table: object, source: str, methods: Mapping[str, Method] | None) -> Published:
+    """Read published results from a table of TOML or JSON.
+
+    Args:
+        table: the table.
+        source: file, for messages.
+        methods: methods that may have values; None skips this check.
+
+    Returns:
+        The results.
+
+    Raises:
+        UserError: the table is not valid, or has values of an unknown method.
+    """
+    if not isinstance(table, Mapping):
         raise UserError(f"{source}: published is not a table: {RESTORE}")
     about = {f.name for f in fields(Published)} - {"values"}
-    values = {name: row for name, row in given.items() if name not in about}
+    values = {name: row for name, row in table.items() if name not in about}
     for name in values:
         if methods is not None and name not in methods:
-            raise UserError(f"{source}: published has an unknown method '{name}'{nearest(name, methods)}")
-    own = {name: value for name, value in given.items() if name in about}
-    return records.read(Published, {**own, "values": values}, source, "published", strict=methods is not None)
+            raise UserError(f"{source}: published has an unknown method '{name}'{did_you_mean(name, methods)}")
+    described = {name: value for name, value in table.items() if name in about}
+    return records.read_record(
+        Published, {**described, "values": values}, source, "published", strict=methods is not None
+    )
 
 
 @dataclass(frozen=True)
-class SweepSettings(Settings):
-    """What all runs of a sweep share; ``subset``: the split that is scored. What differs between them is ``None``."""
+class SweepSettings(RunSettings):
+    """Settings that all runs of a sweep share; settings that differ between runs are ``None``.
+
+    Attributes:
+        updates: updates of each training.
+        split: split that is scored.
+    """
 
     updates: int | None = None
-    subset: str = "test"
+    split: str = "test"
 
-    def record(self) -> dict[str, object]:
-        """As sweep.json has them."""
-        own = ("rpe", "seed", "positions_train", "positions_eval", "data", "tokens")
-        return {key: value for key, value in super().record().items() if value is not None or key not in own}
+    def to_dict(self) -> dict[str, object]:
+        """Return the settings as in sweep.json."""
+        optional = ("rpe", "seed", "positions_train", "positions_eval", "data", "tokens")
+        return {key: value for key, value in super().to_dict().items() if value is not None or key not in optional}
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A text that runs are evaluated on: its folder and digest."""
+class EvaluationText:
+    """A text or question folder that runs are evaluated on.
+
+    Attributes:
+        data: path of the folder.
+        digest: digest of the folder.
+    """
 
     data: str
     digest: str
 
 
 @dataclass(frozen=True)
-class Questions(Scored):
-    """A prepared folder of questions that models are fine-tuned on and then asked, of its ``sets``."""
+class EvaluationQuestions(EvaluationText):
+    """A folder of questions that models are fine-tuned and evaluated on.
 
-    sets: Words = ()
+    Attributes:
+        sets: sets of the folder that are evaluated.
+    """
+
+    sets: TextTuple = ()
 
 
 @dataclass(frozen=True)
-class Asking:
+class QuestionConfig:
     """How questions are answered.
 
-    ``by``: freely written, or the likeliest of the choices; ``beam``: its width, 1 is greedy; ``cut``: where a document
-    that is too long is shortened, in training too; ``checkpoint``: of the fine-tuning, the last or that of the best
-    mean score in validation, where answers are then written too.
+    Attributes:
+        answer_mode: generate the answer, or choose the most likely choice.
+        beam: width of the beam search; 1 is greedy.
+        truncate: side at which a document that is too long is truncated, in training as well.
+        checkpoint: checkpoint of the fine-tuning that answers: the last, or the one with the best mean score in
+            validation, which then generates answers.
     """
 
-    by: By = "generation"
+    answer_mode: AnswerMode = "generation"
     beam: Count = 1
-    cut: Cut = "end"
-    checkpoint: Which = "last"
+    truncate: Truncate = "end"
+    checkpoint: CheckpointKind = "last"
 
     @property
     def options(self) -> dict[str, object]:
-        """Those of ``fairseq-rpe answer``."""
+        """Options of ``fairseq-rpe eval-questions``, by field."""
         return {key: value for key, value in vars(self).items() if key != "checkpoint"}
 
 
 @dataclass(frozen=True)
-class State:
-    """What is on record of a sweep. ``encodings`` are the names of its methods, in the order asked for.
+class SweepRecord:
+    """Contents of sweep.json.
 
-    ``commands``: run -> stage -> command lines. ``algorithms``: its generated tasks; none for a sweep on text.
-    ``evaluate``: by name, the other texts that its runs are evaluated on. ``questions``: by name, the folders that a
-    sweep over questions fine-tunes on; ``settings`` are then of the training before, ``tuned`` of the fine-tuning.
+    Attributes:
+        settings: settings of the trainings; in a sweep over questions those of the pre-training.
+        encodings: names of the methods, in the order of the command line.
+        seeds: seeds of each method.
+        lengths: lengths of the evaluation, in tokens or items.
+        methods: methods by name.
+        recipe: name of the recipe.
+        title, paper, published: the recipe's title, paper and published results.
+        commands: command lines by run and stage.
+        data: text of the training.
+        algorithms: generated tasks; empty for a sweep on text.
+        evaluate: further texts of the evaluation, by name.
+        questions: folders that a sweep over questions fine-tunes and evaluates on, by name.
+        fine_tuning: settings of the fine-tuning.
+        question_config: how questions are answered.
     """
 
     settings: SweepSettings
@@ -224,60 +302,73 @@ class State:
     commands: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     data: str | None = None
     algorithms: tuple[str, ...] = ()
-    evaluate: Mapping[str, Scored] = field(default_factory=dict)
-    questions: Mapping[str, Questions] = field(default_factory=dict)
-    tuned: SweepSettings | None = None
-    asking: Asking | None = None
+    evaluate: Mapping[str, EvaluationText] = field(default_factory=dict)
+    questions: Mapping[str, EvaluationQuestions] = field(default_factory=dict)
+    fine_tuning: SweepSettings | None = None
+    question_config: QuestionConfig | None = None
 
     @property
     def kind(self) -> Kind:
-        """What its runs do."""
+        """What the runs are evaluated on."""
         return "algorithms" if self.algorithms else "answers" if self.questions else "text"
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What each method is trained on one by one: generated tasks, or folders of questions; none on text."""
+        """Generated tasks or folders of questions with a run of each method; empty for a sweep on text."""
         return self.algorithms or tuple(self.questions)
 
     def method(self, name: str) -> Method:
-        """What a label stands for; a plain encoding stands for itself."""
+        """Return the method of a name; the name of a plain encoding is its spec."""
         return self.methods.get(name, Method(name, name))
 
 
 class SweepFolder:
-    """The ``--out`` folder of a sweep; ``lock`` is held while a sweep writes here."""
+    """The ``--out`` folder of a sweep.
+
+    A sweep holds a lock on ``lock`` while it writes here.
+
+    Args:
+        path: the folder; it need not exist.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.state_path = path / SWEEP_RECORD
+        self.record_path = path / SWEEP_RECORD
         self.lock = path / ".lock"
         self.tensorboard = path / "tensorboard"
 
-    def run_of(self, method: Method, seed: int, algorithm: str | None = None) -> RunFolder:
-        """The run that a method is evaluated with."""
+    def run_folder(self, method: Method, seed: int, algorithm: str | None = None) -> RunFolder:
+        """Return the folder of the run that evaluates a method."""
         return RunFolder(self.path / "runs" / method.run_name(seed, algorithm))
 
-    def state(self) -> State:
-        """What is on record.
+    def read_record(self) -> SweepRecord:
+        """Read sweep.json.
 
-        Raises UserError: the folder is not one of a sweep, or its record is damaged.
+        Raises:
+            UserError: the folder is not that of a sweep, or its record is damaged or has another layout.
         """
-        if not self.state_path.is_file():
-            raise UserError(f"{self.path} holds no {self.state_path.name}: name the --out folder of a sweep")
-        given, source = read_json(self.state_path), str(self.state_path)
-        published = given.pop("published", None)
-        given["methods"] = named = given.get("methods") or {}
-        if isinstance(named, dict):
-            given["methods"] = {n: {"name": n, **m} if isinstance(m, dict) else m for n, m in named.items()}
-        state = records.read(State, given, source, "the sweep", strict=False)
-        return replace(state, published=read_published(published, source, None)) if published else state
+        path = self.record_path
+        if not path.is_file():
+            raise UserError(f"{self.path} holds no {path.name}: name the --out folder of a sweep")
+        table = read_json(path)
+        check_layout(table, path, "sweep")
+        published = table.pop("published", None)
+        table["methods"] = methods = table.get("methods") or {}
+        if isinstance(methods, dict):
+            table["methods"] = {n: {"name": n, **m} if isinstance(m, dict) else m for n, m in methods.items()}
+        record = records.read_record(SweepRecord, table, str(path), "the sweep", strict=False)
+        return replace(record, published=read_published(published, str(path), None)) if published else record
 
-    def write(self, state: State) -> None:
-        """Put a sweep on record."""
-        given = records.write(state)
-        given["settings"] = state.settings.record()
-        given["methods"] = {name: method.record() for name, method in state.methods.items()}
-        given["published"] = state.published.record() if state.published else None
-        given["tuned"] = state.tuned.record() if state.tuned else None
-        some = ("data", "algorithms", "evaluate", "questions", "tuned", "asking")
-        write_json(self.state_path, {k: v for k, v in given.items() if v or k not in some})
+    def write_record(self, record: SweepRecord) -> None:
+        """Write sweep.json.
+
+        Args:
+            record: record of the sweep.
+        """
+        table = {"layout": LAYOUT, **records.to_dict(record)}
+        table["settings"] = record.settings.to_dict()
+        table["methods"] = {name: method.to_dict() for name, method in record.methods.items()}
+        table["published"] = record.published.to_dict() if record.published else None
+        table["fine_tuning"] = record.fine_tuning.to_dict() if record.fine_tuning else None
+        optional = ("data", "algorithms", "evaluate", "questions", "fine_tuning", "question_config")
+        write_json(self.record_path, {k: v for k, v in table.items() if v or k not in optional})

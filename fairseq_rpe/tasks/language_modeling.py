@@ -1,4 +1,4 @@
-"""The fairseq task ``rpe_language_modeling``: language modelling where no token sees another document."""
+"""fairseq task ``rpe_language_modeling``: language modelling in which tokens attend only to their own document."""
 
 import os
 from dataclasses import dataclass, field
@@ -24,30 +24,30 @@ TASK = "rpe_language_modeling"
 
 @dataclass
 class RPELanguageModelingConfig(LanguageModelingConfig):
-    """Flags beside those of fairseq's language_modeling."""
+    """Flags in addition to those of fairseq's language_modeling."""
 
     blocks: str = field(
         default="stream",
         metadata={"help": "stream: blocks run across documents; document: each block lies within one document"},
     )
     separate_documents: bool = field(
-        default=False, metadata={"help": "in blocks of a stream, a token sees its own document alone"}
+        default=False, metadata={"help": "in blocks of a stream, tokens attend only to their own document"}
     )
 
 
 class DocumentBlockDataset(TokenBlockDataset):
-    """fairseq's blocks of tokens, none of which crosses the end of a document.
+    """fairseq's blocks of tokens within documents.
 
-    Each document is cut into consecutive blocks of ``block_size`` tokens, the last one shorter, so that every token is
-    in exactly one block. Items are (source, target, past target) as with ``--sample-break-mode none``: the first input
+    Each document is divided into consecutive blocks of ``block_size`` tokens, the last one shorter; every token is in
+    exactly one block. Items are (source, target, past target) as with ``--sample-break-mode none``: the first input
     of a document is the end-of-sentence symbol, that of a later block the token before it.
 
     Args:
         dataset: the items of a split, each a line.
-        ends: (documents,) where documents end, in tokens from the beginning of the split, as
+        ends: (documents,) int64 ends of documents, in tokens from the beginning of the split, as
             :func:`~fairseq_rpe.data.folder.document_ends` gives them.
         block_size: most tokens of a block.
-        dictionary: of the tokens.
+        dictionary: dictionary of the tokens.
     """
 
     def __init__(self, dataset: Any, ends: np.ndarray, block_size: int, dictionary: Dictionary) -> None:
@@ -58,7 +58,7 @@ class DocumentBlockDataset(TokenBlockDataset):
     def _build_slice_indices(  # type: ignore[override]  # fairseq's is a static method, called through self
         self, sizes: np.ndarray, break_mode: str, document_sep_len: int, block_size: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sizes of the blocks, the items that each lies in, and its first token and the one after its last."""
+        """Return the size of each block, the items that it is in, and its first and last token (exclusive)."""
         from fairseq.data.token_block_utils_fast import _get_block_to_dataset_index_fast
 
         sizes, slices = np.asarray(sizes, dtype=np.int64), document_slices(self._ends, block_size)
@@ -66,32 +66,32 @@ class DocumentBlockDataset(TokenBlockDataset):
 
 
 def document_slices(ends: np.ndarray, length: int) -> np.ndarray:
-    """Blocks of at most ``length`` tokens that lie within documents.
+    """Return blocks of at most ``length`` tokens within documents.
 
     Args:
-        ends: (documents,) int64, where documents end, in tokens.
+        ends: (documents,) int64 ends of documents, in tokens.
         length: most tokens of a block, at least 1.
 
     Returns:
-        (blocks, 2) int64: the first token of each block and the one after its last, in the order of the text.
+        (blocks, 2) int64: first and last token (exclusive) of each block, in the order of the text.
     """
     starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
-    blocks = -(-(ends - starts) // length)  # of each document
+    blocks = -(-(ends - starts) // length)  # per document
     number = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)  # within its document
     first = np.repeat(starts, blocks) + number * length
     return np.stack([first, np.minimum(first + length, np.repeat(ends, blocks))], axis=1).astype(np.int64)
 
 
 class SeparateDocuments(MonolingualDataset):
-    """fairseq's blocks of a stream whose samples say which document each token is of, as ``documents``.
+    """fairseq's blocks of a stream with the document number of each token, as ``documents``.
 
-    An input is of the document of its target: the end-of-sentence symbol before a document is its first input.
+    An input belongs to the document of its target: the end-of-sentence symbol before a document is its first input.
 
     Args:
-        blocks: of a stream.
-        ends: (documents,) int64, where documents end, in tokens from the beginning of the split.
-        dictionary: of the inputs.
-        options: of fairseq's MonolingualDataset.
+        blocks: blocks of a stream.
+        ends: (documents,) int64 ends of documents, in tokens from the beginning of the split.
+        dictionary: dictionary of the inputs.
+        options: further arguments of fairseq's MonolingualDataset.
     """
 
     def __init__(self, blocks: TokenBlockDataset, ends: np.ndarray, dictionary: Dictionary, **options: Any) -> None:
@@ -104,27 +104,27 @@ class SeparateDocuments(MonolingualDataset):
         return {**super().__getitem__(index), "documents": torch.from_numpy(numbers)}
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """A batch as fairseq's, and in ``net_input`` documents (B, n), -1 at padding."""
+        """Return fairseq's batch with document numbers (B, n) in ``net_input``, -1 at padding."""
         batch = super().collater(samples)
         if batch:
-            made = data_utils.collate_tokens([s["documents"] for s in samples], -1)
+            documents = data_utils.collate_tokens([s["documents"] for s in samples], -1)
             length = batch["net_input"]["src_tokens"].shape[1]
-            batch["net_input"]["documents"] = F.pad(made, (0, length - made.shape[1]), value=-1)
+            batch["net_input"]["documents"] = F.pad(documents, (0, length - documents.shape[1]), value=-1)
         return batch
 
 
 def read_document_ends(path: str, combine: bool = False) -> np.ndarray:
-    """Where the documents of a binarised split end.
+    """Return the ends of the documents of a binarised split.
 
     Args:
-        path: folder and name of the split, without an ending.
-        combine: also read the shards ``path``1, ``path``2, … that are there, as fairseq does in training.
+        path: folder and name of the split, without extension.
+        combine: also read the shards ``path``1, ``path``2, …, as fairseq does in training.
 
     Returns:
         (documents,) int64, in tokens from the beginning of the split.
 
     Raises:
-        UserError: its documents are not known, see :func:`~fairseq_rpe.data.folder.check_documents`.
+        UserError: the ends of its documents are not recorded, see :func:`~fairseq_rpe.data.folder.check_documents`.
     """
     folder, split = Path(os.path.dirname(path)), os.path.basename(path)
     ends, tokens = [], 0
@@ -139,20 +139,20 @@ def read_document_ends(path: str, combine: bool = False) -> np.ndarray:
 
 
 def load_document_blocks(path: str, dictionary: Dictionary, length: int, combine: bool = False) -> DocumentBlockDataset:
-    """The blocks of a binarised split that lie within its documents.
+    """Return the blocks of a binarised split within its documents.
 
     Args:
-        path: folder and name of the split, without an ending.
-        dictionary: of the tokens.
+        path: folder and name of the split, without extension.
+        dictionary: dictionary of the tokens.
         length: most tokens of a block.
-        combine: also read the shards ``path``1, ``path``2, … that are there, as fairseq does in training.
+        combine: also read the shards ``path``1, ``path``2, …, as fairseq does in training.
 
     Returns:
         The blocks, in the order of the text.
 
     Raises:
         FileNotFoundError: there is no such split.
-        UserError: its documents are not known, see :func:`~fairseq_rpe.data.folder.check_documents`.
+        UserError: the ends of its documents are not recorded, see :func:`~fairseq_rpe.data.folder.check_documents`.
     """
     dataset = data_utils.load_indexed_dataset(path, dictionary, combine=combine)
     if dataset is None:
@@ -162,20 +162,24 @@ def load_document_blocks(path: str, dictionary: Dictionary, length: int, combine
 
 @register_task(TASK, dataclass=RPELanguageModelingConfig)
 class RPELanguageModelingTask(LanguageModelingTask):
-    """fairseq's language modelling, with blocks that may stay within documents, or whose documents are separate.
+    """fairseq's language modelling with blocks within documents, or with separate documents in a block.
 
-    Rows of blocks within documents are shorter where a document ends; fairseq puts rows of similar length into a
-    batch, so give --max-tokens rather than --batch-size, and little of a batch is padding.
+    Blocks within documents are shorter at the end of a document. fairseq batches rows of similar length, so use
+    --max-tokens rather than --batch-size to have little padding.
     """
 
     @classmethod
     def setup_task(cls, args: Any, **kwargs: Any) -> "RPELanguageModelingTask":
-        """Raises UserError for a kind of blocks that does not exist, and for flags that would have no effect."""
+        """Build the task.
+
+        Raises:
+            UserError: unknown value of --blocks, or a flag without effect.
+        """
         if args.blocks not in corpus.BLOCKS:
             raise UserError(f"--blocks is one of {', '.join(corpus.BLOCKS)}, not '{args.blocks}'")
         within = args.blocks == "document" or args.separate_documents
         if args.blocks == "document" and args.separate_documents:
-            raise UserError("--separate-documents is for --blocks stream: each block of --blocks document is of one")
+            raise UserError("--separate-documents is for --blocks stream: blocks of --blocks document have one each")
         if within and str(args.sample_break_mode) not in ("None", "none"):
             raise UserError(f"--sample-break-mode {args.sample_break_mode} would cut documents elsewhere: drop it")
         if within and str(args.shorten_method) != "none":
@@ -188,28 +192,28 @@ class RPELanguageModelingTask(LanguageModelingTask):
         """Load a split.
 
         Args:
-            split: its name.
+            split: name of the split.
             epoch: chooses among several data folders, as in fairseq.
-            combine: also read its further shards.
+            combine: also read further shards.
             kwargs: fairseq's further arguments.
 
         Raises:
-            UserError: there is no such split, or its documents are not known.
+            UserError: there is no such split, or the ends of its documents are not recorded.
         """
         args, paths = self.args, utils.split_paths(self.args.data)
         path = os.path.join(paths[(epoch - 1) % len(paths)], split)
         if args.blocks == "stream":
             super().load_dataset(split, epoch, combine, **kwargs)
             if args.separate_documents:
-                made = self.datasets[split]
+                stream = self.datasets[split]
                 self.datasets[split] = SeparateDocuments(
-                    made.dataset,
+                    stream.dataset,
                     read_document_ends(path, combine),
-                    made.vocab,
-                    tgt_vocab=made.tgt_vocab,
-                    targets=made.targets,
-                    fixed_pad_length=made.fixed_pad_length,
-                    pad_to_bsz=made.pad_to_bsz,
+                    stream.vocab,
+                    tgt_vocab=stream.tgt_vocab,
+                    targets=stream.targets,
+                    fixed_pad_length=stream.fixed_pad_length,
+                    pad_to_bsz=stream.pad_to_bsz,
                 )
             return
         try:

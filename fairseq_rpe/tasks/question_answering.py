@@ -1,4 +1,4 @@
-"""The fairseq task ``rpe_answers``: questions about texts, of which only the answers are to be learned."""
+"""fairseq task ``rpe_answers``: question answering on a prepared data set, of which only the answers are learned."""
 
 import logging
 from collections.abc import Mapping
@@ -17,13 +17,12 @@ from omegaconf import II
 
 from fairseq_rpe.checkpoints import checkpoint
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.decoder.generation import check_fixed, greedy
+from fairseq_rpe.decoder.generation import check_length_independent, greedy_search
 from fairseq_rpe.questions import dataset
-from fairseq_rpe.questions.metrics import check
-from fairseq_rpe.questions.mixture import FORMS
-from fairseq_rpe.questions.prompt import CUTS, check_cut
-from fairseq_rpe.questions.streaming_metrics import adds_up, part, whole
-from fairseq_rpe.tasks.question_dataset import QuestionRows, group_of
+from fairseq_rpe.questions.metrics import check_metrics, is_streamable, metric_from_sums, partial_sums
+from fairseq_rpe.questions.mixture import MIXTURES
+from fairseq_rpe.questions.prompt import TRUNCATE, check_truncate
+from fairseq_rpe.tasks.question_dataset import QuestionAnswerDataset, score_group
 
 logger = logging.getLogger(__name__)
 _SUMS, _SCORE = "_answers_", "answers_"
@@ -32,25 +31,25 @@ _SUMS, _SCORE = "_answers_", "answers_"
 
 
 @dataclass
-class AnswersConfig(FairseqDataclass):
-    """Flags of the task; those without a help text are flags of fairseq's, or what its language models ask of one."""
+class QuestionAnsweringConfig(FairseqDataclass):
+    """Flags of the task; fields without a help text are flags of fairseq."""
 
-    data: Optional[str] = field(default=None, metadata={"help": "folder of fairseq-rpe prepare-answers"})
+    data: Optional[str] = field(default=None, metadata={"help": "folder of fairseq-rpe prepare-questions"})
     tokens_per_sample: int = field(
-        default=1024, metadata={"help": "most tokens of a row: prompt, document, cue, and answer with its end"}
+        default=1024, metadata={"help": "most tokens of a row: prompt, document, cue and answer with its end"}
     )
-    cut: str = field(
-        default="end", metadata={"help": f"where a document that is too long loses tokens: {', '.join(CUTS)}"}
+    truncate: str = field(
+        default="end", metadata={"help": f"where a document that is too long is truncated: {', '.join(TRUNCATE)}"}
     )
     mixture: str = field(
         default="proportional",
-        metadata={"help": f"rows of each set in an epoch: {FORMS}; an epoch has as many rows as the folder"},
+        metadata={"help": f"rows of each set in an epoch: {MIXTURES}; an epoch has as many rows as the folder"},
     )
     eval_answers: bool = field(
         default=False,
         metadata={
-            "help": "in validation write answers too, by the likeliest tokens, and log 'answers', the mean over sets "
-            "of what each is scored by, e.g. for --best-checkpoint-metric answers --maximize-best-checkpoint-metric"
+            "help": "generate answers greedily in validation too and log their mean score 'answers', e.g. for "
+            "--best-checkpoint-metric answers --maximize-best-checkpoint-metric"
         },
     )
     max_target_positions: Optional[int] = field(default=None, metadata={"help": "refused: any length is accepted"})
@@ -61,7 +60,7 @@ class AnswersConfig(FairseqDataclass):
 
 
 class _Score(meters.Meter):
-    """What a set is scored by, over all questions of a validation so far."""
+    """Score of a question set over all questions of a validation so far."""
 
     def __init__(self, metric: str) -> None:
         self.metric = metric
@@ -75,144 +74,156 @@ class _Score(meters.Meter):
 
     @property
     def value(self) -> Optional[float]:
-        return None if np.ndim(self.total) == 0 else whole(self.metric, self.total)
+        return None if np.ndim(self.total) == 0 else metric_from_sums(self.metric, self.total)
 
     @property
     def smoothed_value(self) -> float:
         return round(self.value or 0.0, 4)
 
 
-def _mean(found: meters.MetersDict) -> float:
-    """Over the sets of which something was asked."""
-    scores = [one.value for one in found.values() if isinstance(one, _Score)]
-    asked = [score for score in scores if score is not None]
-    return round(sum(asked) / len(asked), 4) if asked else 0.0
+def _mean_score(all_meters: meters.MetersDict) -> float:
+    """Return the mean score of the sets with at least one question."""
+    values = [meter.value for meter in all_meters.values() if isinstance(meter, _Score)]
+    scores = [value for value in values if value is not None]
+    return round(sum(scores) / len(scores), 4) if scores else 0.0
 
 
-def _judged(sets: Mapping[str, dataset.SetInfo]) -> list[str]:
-    """The sets whose score adds up over batches."""
-    return [name for name, info in sets.items() if adds_up(info.published)]
+def _scored_sets(sets: Mapping[str, dataset.SetInfo]) -> list[str]:
+    """Return the sets whose score can be accumulated over batches."""
+    return [name for name, info in sets.items() if is_streamable(info.published)]
 
 
-@register_task("rpe_answers", dataclass=AnswersConfig)
-class AnswersTask(FairseqTask):
-    """Learn to answer questions about texts. The splits are those of a prepared folder.
+@register_task("rpe_answers", dataclass=QuestionAnsweringConfig)
+class QuestionAnsweringTask(FairseqTask):
+    """Question answering on the splits of a prepared question data set.
 
-    A batch is as for ``rpe_algorithmic``: padded on the right, the answer marked; rows of similar length are together,
-    so ``--max-tokens`` fills batches well. A row's first token is the prompt's first; the answer's end, ``</s>``, is
-    learned with it. The encodings' training length is ``--rpe-train-length``, by default ``--tokens-per-sample``.
+    Batches are those of ``rpe_algorithmic``: padded on the right, with a mask of the answer. Rows of similar length are
+    batched together, so ``--max-tokens`` wastes little padding. A row starts with the first token of its prompt, and
+    the answer's end, ``</s>``, is learned. The training length of encodings is ``--rpe-train-length``, by default
+    ``--tokens-per-sample``.
     """
 
-    def __init__(self, cfg: AnswersConfig, dictionary: Dictionary) -> None:
+    def __init__(self, cfg: QuestionAnsweringConfig, dictionary: Dictionary) -> None:
         super().__init__(cfg)
         self._dictionary = dictionary
-        self._validated: Optional[QuestionRows] = None
+        self._validated: Optional[QuestionAnswerDataset] = None
 
     @classmethod
-    def setup_task(cls, cfg: AnswersConfig, **kwargs: Any) -> "AnswersTask":
-        """Raises UserError: no dictionary in the folder, or flags that are wrong or would have no effect.
+    def setup_task(cls, cfg: QuestionAnsweringConfig, **kwargs: Any) -> "QuestionAnsweringTask":
+        """Build the task; its questions are read when a split is loaded.
 
-        The folder's questions are looked at when a split is loaded: a text has the dictionary too.
+        Raises:
+            UserError: the folder has no dictionary, or a flag is wrong or has no effect.
         """
         for name in ("max_target_positions", "add_bos_token"):
             if getattr(cfg, name, None):
                 flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} has no effect on rpe_answers, whose rows are as they are prepared: drop it")
-        check_cut(cfg.cut)
+                raise UserError(f"{flag} has no effect on rpe_answers, whose rows are prepared: drop it")
+        check_truncate(cfg.truncate)
         path = Path(cfg.data or "") / "dict.txt"
         if not cfg.data or not path.is_file():
-            raise UserError(f"data {cfg.data}: no dict.txt there; name a folder of fairseq-rpe prepare-answers")
+            raise UserError(f"data {cfg.data}: no dict.txt there; name a folder of fairseq-rpe prepare-questions")
         dictionary = Dictionary.load(str(path))
         logger.info(f"dictionary: {len(dictionary):,} types")
         return cls(cfg, dictionary)
 
     @cached_property
-    def prepared(self) -> dataset.Prepared:
-        return dataset.load(Path(self.cfg.data))
+    def prepared(self) -> dataset.QuestionDataset:
+        """The prepared question data set."""
+        return dataset.load_dataset(Path(self.cfg.data))
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
-        """Raises UserError: the folder has no such split, or a question of it cannot be asked."""
-        train = split == self.cfg.train_subset
+        """Load a split.
+
+        Raises:
+            UserError: the folder has no such split, or a question does not fit.
+        """
+        is_training = split == self.cfg.train_subset
         rows, length = self.prepared.split(split), self.cfg.tokens_per_sample
-        mixture = self.cfg.mixture if train else None
-        self.datasets[split] = QuestionRows(
-            split, rows, self.prepared.sets, self._dictionary, length, self.cfg.cut, mixture, self.cfg.seed
+        mixture = self.cfg.mixture if is_training else None
+        self.datasets[split] = QuestionAnswerDataset(
+            split, rows, self.prepared.sets, self._dictionary, length, self.cfg.truncate, mixture, self.cfg.seed
         )
         logger.info(f"loaded {len(rows):,} examples from: {self.cfg.data}/{split}")
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Raises UserError: it would begin with a checkpoint of another vocabulary, or cannot write answers."""
-        first = self.cfg.finetune_from_model
-        if not from_checkpoint and first and Path(first).is_file():
-            self._check_first(checkpoint.load(Path(first)), cfg.rpe_train_length)
+        """Build the model.
+
+        Raises:
+            UserError: the checkpoint to fine-tune has another vocabulary, or the model cannot generate answers.
+        """
+        finetune_from = self.cfg.finetune_from_model
+        if not from_checkpoint and finetune_from and Path(finetune_from).is_file():
+            self._check_finetuning(checkpoint.load_checkpoint(Path(finetune_from)), cfg.rpe_train_length)
         model = super().build_model(cfg, from_checkpoint)
         if self.cfg.eval_answers and not from_checkpoint:
-            check_fixed(model)
+            check_length_independent(model)
             self._check_scores()
         return model
 
     def _check_scores(self) -> None:
         sets = self.prepared.sets
-        judged = _judged(sets)
-        check(*(sets[name].published for name in judged))
-        for name in (name for name in sets if name not in judged):
+        scored = _scored_sets(sets)
+        check_metrics(*(sets[name].published for name in scored))
+        for name in (name for name in sets if name not in scored):
             logger.warning(
                 f"{name} is scored by {sets[name].published}, which is no mean over questions: 'answers' leaves it out"
             )
-        if not judged:
+        if not scored:
             raise UserError("--eval-answers: no set of the data is scored by a mean over questions: drop the flag")
 
-    def get_batch_iterator(self, dataset: QuestionRows, *args: Any, **kwargs: Any) -> Any:
-        """Of fairseq's trainer, which asks for one before every validation."""
+    def get_batch_iterator(self, dataset: QuestionAnswerDataset, *args: Any, **kwargs: Any) -> Any:
+        """Return batches of a dataset, and remember it if it is validated; fairseq calls this."""
         if dataset.mixture is None:
             self._validated = dataset
         return super().get_batch_iterator(dataset, *args, **kwargs)
 
-    def _check_first(self, first: checkpoint.State, length: Optional[int]) -> None:
+    def _check_finetuning(self, first: checkpoint.Checkpoint, length: Optional[int]) -> None:
         checkpoint.check_vocabulary(first, self._dictionary.symbols, self.cfg.data)
-        own, length = first.train_length(), length or self.cfg.tokens_per_sample
-        if own and own != length:
+        trained_length, length = first.train_length(), length or self.cfg.tokens_per_sample
+        if trained_length and trained_length != length:
             logger.warning(
-                f"{first.path} was trained at {own} tokens; encodings that go by the training length now go by "
-                f"{length}: give --rpe-train-length {own} to keep its own"
+                f"{first.path} was trained at {trained_length} tokens; encodings that use the training length now use "
+                f"{length}: give --rpe-train-length {trained_length} to keep its own"
             )
 
     def valid_step(self, sample: Any, model: Any, criterion: Any) -> Any:
-        """The loss, and with --eval-answers what adds up to the scores of the answers that the model writes."""
+        """Compute the loss of a validation batch, and with --eval-answers the partial scores of generated answers."""
         loss, size, log = super().valid_step(sample, model, criterion)
-        return loss, size, {**log, **self._answered(sample, model)} if self.cfg.eval_answers else log
+        return loss, size, {**log, **self._partial_scores(sample, model)} if self.cfg.eval_answers else log
 
-    def _answered(self, sample: Any, model: Any) -> dict[str, Any]:
+    def _partial_scores(self, sample: Any, model: Any) -> dict[str, Any]:
         data = self._validated
         assert data is not None
-        asked: dict[str, list[int]] = {name: [] for name in _judged(data.sets)}
-        # of several processes one that has nothing left is given rows of the training, and what it logs is not counted
+        rows_of_set: dict[str, list[int]] = {name: [] for name in _scored_sets(data.sets)}
+        # a process without validation rows left gets a batch of training rows, whose log fairseq ignores
         for index in sample["id"].tolist() if sample["split"] == data.split else ():
-            asked.get(data.question(index).set, []).append(index)
-        found = {}
-        for name, indices in asked.items():
+            rows_of_set.get(data.question(index).set, []).append(index)
+        sums = {}
+        for name, indices in rows_of_set.items():
             info, groups = data.sets[name], data.groups[name]
             prompts = [row[:prompt].tolist() for row, prompt in map(data.row, indices)]
-            most, length = info.answer_tokens, self.cfg.tokens_per_sample
-            written = greedy(model, prompts, most, length) if prompts else []
-            items, belongs = [], []
-            for row, tokens in zip(map(data.question, indices), written, strict=True):
-                items.append(data.rows.judged(row, data.rows.decode(tokens).strip()))
-                belongs.append(groups[group_of(row)])
-            found[_SUMS + name] = torch.from_numpy(part(info.published, items, belongs, len(groups)))
-        return found
+            max_new_tokens, length = info.answer_tokens, self.cfg.tokens_per_sample
+            answers = greedy_search(model, prompts, max_new_tokens, length) if prompts else []
+            items, group_numbers = [], []
+            for row, tokens in zip(map(data.question, indices), answers, strict=True):
+                items.append(data.rows.with_prediction(row, data.rows.decode(tokens).strip()))
+                group_numbers.append(groups[score_group(row)])
+            sums[_SUMS + name] = torch.from_numpy(partial_sums(info.published, items, group_numbers, len(groups)))
+        return sums
 
     def reduce_metrics(self, logging_outputs: Any, criterion: Any) -> None:
-        """As the criterion says, and the scores of the answers."""
+        """Log the values of the criterion and the scores of generated answers."""
         super().reduce_metrics(logging_outputs, criterion)
         for key in (key for key in (logging_outputs or [{}])[0] if key.startswith(_SUMS)):
             name, total = key.removeprefix(_SUMS), sum(log[key] for log in logging_outputs if key in log)
             metric = self.prepared.sets[name].published
             metrics.log_custom(partial(_Score, metric), _SCORE + name, total.cpu().numpy(), priority=15)
-            metrics.log_derived("answers", _mean, priority=14)
+            metrics.log_derived("answers", _mean_score, priority=14)
 
     @property
     def source_dictionary(self) -> Dictionary:
+        """Dictionary of the tokens."""
         return self._dictionary
 
     target_dictionary = source_dictionary

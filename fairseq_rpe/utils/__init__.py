@@ -1,1 +1,1 @@
-"""Files, records, tables, progress, devices and child processes, for all other packages."""
+"""Utilities for files, records, tables, progress, devices and child processes."""

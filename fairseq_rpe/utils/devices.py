@@ -1,4 +1,4 @@
-"""GPUs: which of them this process may use, and which device a command computes on."""
+"""Visible GPUs, and the device that a command uses."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.utils.child_processes import SAFE_PATH
 
-# A driver leaves one of these (NVIDIA's, WSL's, AMD's): without any, torch need not be asked.
+# Device files of the drivers of NVIDIA, WSL and AMD; without any of them torch sees no GPU.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _PROBE = (
     "import json, torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
@@ -19,46 +19,64 @@ _PROBE = (
 
 
 @functools.cache
-def gpus() -> tuple[str, ...]:
-    """Names of the GPUs that torch sees, asked once in a process of its own: who waits for hours needs no CUDA context.
+def gpu_names() -> tuple[str, ...]:
+    """Return the names of the GPUs that torch sees.
 
-    Raises UserError: torch cannot be asked.
+    A child process queries torch once, so that this process, which may wait for hours, creates no CUDA context.
+
+    Raises:
+        UserError: torch cannot report its GPUs.
     """
     if sys.platform == "linux" and not any(Path(driver).exists() for driver in _DRIVERS):
         return ()
     command, environment = [sys.executable, "-P", "-c", _PROBE], {**os.environ, **SAFE_PATH}
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if told.returncode:
-        reason = (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
         raise UserError(f"torch cannot report its GPUs ({reason}): repair its installation, or give --device cpu")
-    return tuple(json.loads(told.stdout.splitlines()[-1]))
+    return tuple(json.loads(result.stdout.splitlines()[-1]))
 
 
-def check(device: str, nproc: int) -> list[str]:
-    """The GPUs for runs of ``nproc`` processes, by their names in CUDA_VISIBLE_DEVICES (numbers, UUIDs); none for cpu.
+def visible_gpus(device: str, nproc: int) -> list[str]:
+    """Return the GPUs for runs of ``nproc`` processes.
 
-    Raises UserError: ``device`` is cuda and there is none, or a run is to have more than there are.
+    Args:
+        device: "auto", "cpu" or "cuda".
+        nproc: Processes of a run, each on one GPU.
+
+    Returns:
+        The names of the GPUs in CUDA_VISIBLE_DEVICES (numbers or UUIDs); none for cpu.
+
+    Raises:
+        UserError: ``device`` is cuda and there is no GPU, or there are fewer than ``nproc``.
     """
-    count = len(gpus()) if device != "cpu" else 0
-    _require(device, count > 0)
+    count = len(gpu_names()) if device != "cpu" else 0
+    _require_gpu(device, count > 0)
     if 0 < count < nproc:
         raise UserError(f"--nproc {nproc}: there are {count} GPUs here: use at most that many, or --device cpu")
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names[:count] or [str(number) for number in range(count)]
 
 
-def chosen(device: str) -> str:
-    """What ``--device auto``, ``cpu`` or ``cuda`` comes to in this process, which has loaded torch: cpu or cuda.
+def resolve_device(device: str) -> str:
+    """Resolve ``--device`` in this process, which imports torch.
 
-    Raises UserError: cuda is asked for and torch sees no GPU.
+    Args:
+        device: "auto", "cpu" or "cuda".
+
+    Returns:
+        "cpu" or "cuda".
+
+    Raises:
+        UserError: ``device`` is cuda and torch sees no GPU.
     """
     import torch
 
-    there = device != "cpu" and torch.cuda.is_available()
-    _require(device, there)
-    return "cuda" if there else "cpu"
+    available = device != "cpu" and torch.cuda.is_available()
+    _require_gpu(device, available)
+    return "cuda" if available else "cpu"
 
 
-def _require(device: str, there: bool) -> None:
-    if device == "cuda" and not there:
+def _require_gpu(device: str, available: bool) -> None:
+    if device == "cuda" and not available:
         raise UserError("--device cuda: no GPU is visible here: drop the flag, or check nvidia-smi")

@@ -1,39 +1,41 @@
-"""How far a long piece of work is, on standard error: a bar on a terminal, elsewhere a line a minute."""
+"""Progress of long work on standard error: a bar on a terminal, elsewhere a line per minute."""
 
 import sys
 import time
 from typing import Any, Self
 
-from fairseq_rpe.core.errors import shown
+from fairseq_rpe.core.errors import shorten_path
 
-SECONDS = 60.0  # from one line to the next
-_TITLE = 28  # characters that leave room for the rest
-_NOTED = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+SECONDS = 60.0  # between two lines
+_MAX_TITLE = 28  # characters of the title
+_BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class Progress:
-    """A context that is told what has been done.
+    """A context manager that displays progress.
 
     Args:
-        title: of what; ``unit``: what is counted, e.g. tokens; ``total``: of them, if that is known.
-        done: before this start.
-        ends: where there is no terminal, say a first and a last line too. Without it nothing is said in the first
-            minute. On a terminal the bar stays.
+        title: Title of the bar or the lines.
+        unit: What is counted, such as tokens.
+        total: Number of units, if known.
+        done: Units done before this start.
+        ends: Without a terminal, print a first and a last line too; otherwise nothing is printed in the first minute.
+            On a terminal, keep the bar at the end.
     """
 
     def __init__(self, title: str, unit: str, total: int | None = None, *, done: float = 0, ends: bool = False) -> None:
-        self._title, self._unit, self._total, self._ends = shown(title, _TITLE), unit, total, ends
+        self._title, self._unit, self._total, self._ends = shorten_path(title, _MAX_TITLE), unit, total, ends
         self._first = self._done = done
-        self._told: float | None = None
+        self._printed: float | None = None
         self._note = ""
         self._bar: Any = None
         self._start = self._last = time.monotonic()
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            layout = {"bar_format": _NOTED} if ends else {}
-            kind = {"leave": ends, "dynamic_ncols": True, "file": sys.stderr, **layout}
-            self._bar = tqdm(total=total, initial=done, desc=self._title, unit=f" {unit}", **kind)
+            layout = {"bar_format": _BAR_FORMAT} if ends else {}
+            options = {"leave": ends, "dynamic_ncols": True, "file": sys.stderr, **layout}
+            self._bar = tqdm(total=total, initial=done, desc=self._title, unit=f" {unit}", **options)
 
     def __enter__(self) -> Self:
         return self
@@ -41,10 +43,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, total: int | None = None) -> None:
-        """What went before was preparation: the time that is left is reckoned from now on.
+    def start_timing(self, total: int | None = None) -> None:
+        """Estimate the remaining time from now on, because what came before was preparation.
 
-        ``total``: how many there are to do, where that was not known before.
+        Args:
+            total: Number of units, if it was unknown before.
         """
         self._start = time.monotonic()
         self._total = self._total if total is None else total
@@ -52,33 +55,33 @@ class Progress:
             self._bar.total = self._total
             self._bar.unpause()
 
-    def update(self, more: float = 1) -> None:
-        """So many more are done."""
-        self.reach(self._done + more)
+    def update(self, n: float = 1) -> None:
+        """Add ``n`` units to those done."""
+        self.update_to(self._done + n)
 
-    def reach(self, done: float, note: str | None = None) -> None:
-        """So many are done in all; ``note``: what else there is to say of that, in place of the last one."""
+    def update_to(self, done: float, note: str | None = None) -> None:
+        """Set the number of units done; ``note`` replaces the last note."""
         self._done = done
         self._note = self._note if note is None else note
         if self._bar is not None:
             self._bar.set_postfix_str(self._note, refresh=False)
-            # set, not added: shares would gather rounding errors
+            # set rather than added, because fractions would accumulate rounding errors
             self._bar.n = done
             self._bar.update(0)
-        elif self._ends and self._told is None:
-            self._tell()
+        elif self._ends and self._printed is None:
+            self._print_line()
         else:
-            self.tick()
+            self.refresh()
 
-    def tick(self) -> None:
-        """Some time has gone by, whether or not more is done."""
+    def refresh(self) -> None:
+        """Redraw the bar, or print a line if a minute has passed."""
         if self._bar is not None:
             self._bar.refresh()
         elif time.monotonic() - self._last >= SECONDS:
-            self._tell()
+            self._print_line()
 
-    def say(self, line: str) -> None:
-        """A line on standard output, above the bar."""
+    def write(self, line: str) -> None:
+        """Print a line on standard output, above the bar."""
         if self._bar is None:
             print(line, flush=True)
         else:
@@ -86,17 +89,17 @@ class Progress:
             sys.stdout.flush()
 
     def close(self) -> None:
-        """There is no more to come."""
+        """End the display."""
         if self._bar is not None:
             self._bar.close()
-        elif self._ends and self._done not in (self._first, self._told):
-            self._tell()
+        elif self._ends and self._done not in (self._first, self._printed):
+            self._print_line()
 
-    def _tell(self) -> None:
-        self._last, self._told = time.monotonic(), self._done
+    def _print_line(self) -> None:
+        self._last, self._printed = time.monotonic(), self._done
         seconds, done = self._last - self._start, self._done - self._first
-        of = "" if self._total is None else f" of {self._total:,}"
-        words = [f"{self._title}: {self._done:,}{of} {self._unit}", self._note]
+        total = "" if self._total is None else f" of {self._total:,}"
+        words = [f"{self._title}: {self._done:,}{total} {self._unit}", self._note]
         if self._total is None or not done:
             words.append(f"{_clock(seconds)} so far")
         elif self._done < self._total:

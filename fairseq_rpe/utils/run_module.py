@@ -1,7 +1,7 @@
-"""Runs a module like ``python -m``, and makes this package importable without adding a folder to the import path.
+"""Run a module like ``python -m`` and make this package importable without adding a folder to the import path.
 
-``python -P .../run_module.py -m fairseq_rpe.cli.main train ...``. It is started by its path and therefore imports
-nothing of this package before it has made the package importable.
+``python -P .../run_module.py -m fairseq_rpe.cli.main train ...``. It is started by its path, so it imports
+nothing of this package before the package is importable.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class _PackageFinder(MetaPathFinder):
-    """Finds this package by its path; the path of the package finds its submodules."""
+    """Find this package by its path; the package's own path then finds its submodules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -31,16 +31,16 @@ class _PackageFinder(MetaPathFinder):
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the module that follows ``-m`` with the arguments that follow it; ``-u`` before it makes output unbuffered.
+    """Run the module after ``-m`` with the arguments after it; ``-u`` before ``-m`` makes the output unbuffered.
 
     Args:
-        words: the arguments of this program.
+        words: Arguments of this program.
 
     Raises:
-        SystemExit: there is no ``-m MODULE``, or the module ends with an exit code.
+        SystemExit: There is no ``-m MODULE``, or the module ends with an exit code.
     """
     options = list(words)
-    if options[:1] == ["-u"]:  # submitit writes it before -m
+    if options[:1] == ["-u"]:  # submitit puts it before -m
         del options[0]
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Standard output and standard error while a command runs: what cannot be shown does not stop the work."""
+"""Standard streams that survive closed pipes, full disks and encodings without a character."""
 
 import contextlib
 import io
@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 
-class Display:
-    """Stands in for a text stream. After a failed write it is quiet; ``failure``: why, if the reader has not just left.
+class SafeStream:
+    """A wrapper of a text stream that discards output after a failed write.
 
     Characters that the stream's encoding lacks are replaced.
+
+    Attributes:
+        failure: Error of the failed write; None if there was none, or if the reader closed a pipe.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -25,31 +28,35 @@ class Display:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """Write ``text``, or discard it after a failure; return its length."""
         if not self._quiet:
-            with self._failing():
+            with self._catch_failure():
                 self._stream.write(text)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
+        """Write all ``lines``."""
         self.write("".join(lines))
 
     def flush(self) -> None:
+        """Flush the stream unless a write has failed."""
         if not self._quiet:
-            with self._failing():
+            with self._catch_failure():
                 self._stream.flush()
 
     def isatty(self) -> bool:
+        """Return whether the stream is a terminal."""
         return bool(self._stream.isatty())
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _catch_failure(self) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError) as error:
             self._quiet = True
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 self.failure = error
-            # what is left in the buffers goes nowhere; without this Python complains of it at exit
+            # send what is left in the buffers to nowhere, else Python reports it at exit
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
@@ -57,22 +64,22 @@ class Display:
 
 
 @contextlib.contextmanager
-def displayed() -> Iterator[Display]:
-    """Put a display in the place of sys.stdout and one in that of sys.stderr; gives the first."""
-    _keep_numbers()
-    before = sys.stdout, sys.stderr
-    out, err = Display(before[0]), Display(before[1])
+def safe_streams() -> Iterator[SafeStream]:
+    """Replace sys.stdout and sys.stderr by safe streams; yields the first."""
+    _occupy_standard_descriptors()
+    saved = sys.stdout, sys.stderr
+    out, err = SafeStream(saved[0]), SafeStream(saved[1])
     sys.stdout, sys.stderr = out, err
     try:
         yield out
     finally:
         out.flush()
         err.flush()
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = saved
 
 
-def _keep_numbers() -> None:
-    """Take the numbers 0, 1 and 2 where they are closed: a file of ours must not get them, children print there."""
+def _occupy_standard_descriptors() -> None:
+    """Open closed descriptors 0, 1 and 2, so that no data file gets one of them: children print there."""
     while (handle := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(handle, True)
     os.close(handle)

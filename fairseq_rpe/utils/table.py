@@ -1,4 +1,4 @@
-"""One table, four renderings: CSV for programs, Markdown for people, LaTeX for papers, HTML in the page's template."""
+"""Tables and their renderings as CSV, Markdown and LaTeX; the template of a report renders them as HTML."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from tabulate import LATEX_ESCAPE_RULES, tabulate
 
-# what pdflatex has no letter for
+# characters that pdflatex lacks
 _LATEX_SIGNS = {
     **{"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "δ": r"$\delta$", "ζ": r"$\zeta$", "θ": r"$\theta$"},
     **{"λ": r"$\lambda$", "π": r"$\pi$", "σ": r"$\sigma$", "ψ": r"$\psi$", "Σ": r"$\Sigma$", "Δ": r"$\Delta$"},
@@ -18,7 +18,7 @@ _LATEX_SIGNS = {
     **{"≈": r"$\approx$", "∞": r"$\infty$", "‖": r"$\Vert$", "√": r"$\surd$", "★": r"$\star$", "∑": r"$\Sigma$"},
     **{"…": r"\ldots{}", "–": "--", "—": "---", "’": "'", "“": "``", "”": "''", "→": r"$\rightarrow$"},
 }
-# marks of private use around bold and small text, which escaping leaves alone
+# private-use characters around bold and small text, which escaping keeps
 _BOLD, _LEFT, _RIGHT, _BELOW, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 _MARKS = {_BOLD: r"\textbf{", _LEFT: r"\shortstack[l]{", _RIGHT: r"\shortstack[r]{"}
 _MARKS |= {_BELOW: r"\\ \scriptsize ", _END: "}"}
@@ -26,7 +26,14 @@ _MARKS |= {_BELOW: r"\\ \scriptsize ", _END: "}"}
 
 @dataclass(frozen=True)
 class Cell:
-    """What a table shows; ``value`` is the exact number behind it, which CSV has; ``note`` stands small beside it."""
+    """A cell of a table.
+
+    Attributes:
+        text: Displayed text.
+        value: Exact value, for CSV; None: the text.
+        best: Whether it is marked as the best of its column.
+        note: Text in small print next to it.
+    """
 
     text: str
     value: float | int | str | None = None
@@ -35,8 +42,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line; ``note`` stands small below its name."""
+class TableRow:
+    """A row of a table.
+
+    Attributes:
+        name: Text of the first column.
+        cells: The other columns.
+        note: Text in small print below the name.
+    """
 
     name: str
     cells: list[Cell]
@@ -45,61 +58,67 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a caption; ``head`` names the column of the rows' names, then those of their cells.
+    """A table with a caption.
 
-    ``words``: its cells are text, not numbers. ``folded``: the page shows it when asked for. ``groups``: what stands
-    above each pair of columns after the first. ``starred``: which of a column its best cells are, where any are marked.
+    Attributes:
+        caption: The caption.
+        header: Titles of the columns, the one of the row names first.
+        rows: The rows.
+        is_text: Whether the cells are text rather than numbers.
+        is_folded: Whether the report shows it collapsed.
+        groups: Titles above each pair of columns after the first.
+        best_label: What the best cells of a column are, such as "least", if any are marked.
     """
 
     kind: ClassVar[str] = "table"
     caption: str
-    head: list[str]
-    rows: list[Row]
-    words: bool = False
-    folded: bool = False
+    header: list[str]
+    rows: list[TableRow]
+    is_text: bool = False
+    is_folded: bool = False
     groups: Sequence[str] = ()
-    starred: str = ""
+    best_label: str = ""
 
-    def markdown(self) -> str:
-        """The head and the rows; the names to the left, numbers to the right."""
-        sides = ["left", *["left" if self.words else "right"] * (len(self.head) - 1)]
+    def to_markdown(self) -> str:
+        """Return the header and the rows as Markdown, numbers aligned to the right."""
+        sides = ["left", *["left" if self.is_text else "right"] * (len(self.header) - 1)]
         lines = [[row.name, *(cell.text for cell in row.cells)] for row in self.rows]
-        return tabulate(lines, self.head, tablefmt="pipe", colalign=sides, disable_numparse=True) + "\n"
+        return tabulate(lines, self.header, tablefmt="pipe", colalign=sides, disable_numparse=True) + "\n"
 
-    def latex(self) -> str:
-        """The table with its caption as a ``table`` environment with the rules of the package booktabs.
+    def to_latex(self) -> str:
+        """Return the table with its caption as a LaTeX ``table`` environment with booktabs rules.
 
-        The best cells are bold, notes small below them, signs such as Σ and ε in math mode.
+        The best cells are bold, notes are small below them, and characters such as Σ and ε are in math mode.
         """
-        sides = ["left", *["left" if self.words else "right"] * (len(self.head) - 1)]
-        lines = [[_noted(row.name, row.note, _LEFT), *map(_latex_cell, row.cells)] for row in self.rows]
-        body = tabulate(lines, self.head, tablefmt="latex_booktabs", colalign=sides, disable_numparse=True)
+        sides = ["left", *["left" if self.is_text else "right"] * (len(self.header) - 1)]
+        lines = [[_add_note(row.name, row.note, _LEFT), *map(_latex_cell, row.cells)] for row in self.rows]
+        body = tabulate(lines, self.header, tablefmt="latex_booktabs", colalign=sides, disable_numparse=True)
         if self.groups:
             titles = "".join(rf" & \multicolumn{{2}}{{c}}{{{_latex_text(title)}}}" for title in self.groups)
             body = body.replace("\\toprule\n", f"\\toprule\n{titles} \\\\\n", 1)
-        starred = f" Bold: {self.starred} of its column." if self.starred else ""
-        caption = _latex_signs(_latex_text(self.caption + starred))
+        bold = f" Bold: {self.best_label} of its column." if self.best_label else ""
+        caption = _latex_signs(_latex_text(self.caption + bold))
         return "\n".join(
             (r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", _latex_signs(body), r"\end{table}", "")
         )
 
-    def csv(self) -> str:
-        """The head and the rows, with the exact values where there are any."""
+    def to_csv(self) -> str:
+        """Return the header and the rows as CSV, with exact values where there are any."""
         rows = ([row.name, *(c.text if c.value is None else c.value for c in row.cells)] for row in self.rows)
-        return csv_text(self.head, rows)
+        return csv_text(self.header, rows)
 
 
-def latex_text(tables: Iterable[Table]) -> str:
-    """Tables one after another, as a file that a paper includes with ``\\input``."""
-    return "\n".join(["% in the preamble: \\usepackage{booktabs}", *(table.latex() for table in tables)])
+def join_latex(tables: Iterable[Table]) -> str:
+    r"""Return the tables as one LaTeX file, which a paper includes with ``\input``."""
+    return "\n".join(["% in the preamble: \\usepackage{booktabs}", *(table.to_latex() for table in tables)])
 
 
 def _latex_cell(cell: Cell) -> str:
     text = f"{_BOLD}{cell.text}{_END}" if cell.best else cell.text
-    return _noted(text, cell.note, _RIGHT)
+    return _add_note(text, cell.note, _RIGHT)
 
 
-def _noted(text: str, note: str, side: str) -> str:
+def _add_note(text: str, note: str, side: str) -> str:
     return f"{side}{text}{_BELOW}{note}{_END}" if note else text
 
 
@@ -108,77 +127,79 @@ def _latex_text(text: str) -> str:
 
 
 def _latex_signs(text: str) -> str:
-    """Escaped text with its marks and signs as LaTeX has them, and a minus before a number."""
+    """Escaped text with marks, special characters and minus signs of numbers in LaTeX."""
     text = re.sub(r"(?<![\w.)\-])-(?=\d)", "$-$", text)
     return "".join(_MARKS.get(letter, _LATEX_SIGNS.get(letter, letter)) for letter in text)
 
 
-def stacked(tables: Mapping[str, Table], name: str) -> Table:
-    """Tables of one head as one: what each is of in a first column ``name``."""
+def stack_tables(tables: Mapping[str, Table], name: str) -> Table:
+    """Return tables with the same header as one table, whose first column ``name`` has their keys."""
     first = next(iter(tables.values()))
-    rows = [Row(key, [Cell(row.name), *row.cells]) for key, table in tables.items() for row in table.rows]
-    return Table(first.caption, [name, *first.head], rows, first.words)
+    rows = [TableRow(key, [Cell(row.name), *row.cells]) for key, table in tables.items() for row in table.rows]
+    return Table(first.caption, [name, *first.header], rows, first.is_text)
 
 
-def csv_text(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
-    """CSV with line feeds; nothing for ``None``."""
+def csv_text(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Return CSV with line feeds; None becomes an empty field."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(head)
+    writer.writerow(header)
     writer.writerows(rows)
     return out.getvalue()
 
 
-def spaced(values: Sequence[int], most: int) -> list[int]:
-    """At most ``most`` of ``values``, the first and the last among them, evenly spaced on a logarithmic scale.
+def log_spaced(values: Sequence[int], max_count: int) -> list[int]:
+    """Choose at most ``max_count`` of ``values``, evenly spaced on a logarithmic scale, with the first and the last.
 
-    >>> spaced(range(1, 1001), 4)
+    >>> log_spaced(range(1, 1001), 4)
     [1, 10, 100, 1000]
 
     Args:
-        values: rising whole numbers above 0.
-        most: how many to choose, at least 2.
+        values: Ascending integers above 0.
+        max_count: Number of values to choose, at least 2.
 
     Returns:
-        The chosen ones, rising; all of them if they are no more than ``most``.
+        The chosen values, ascending; all of them if there are no more than ``max_count``.
     """
-    if len(values) <= most:
+    if len(values) <= max_count:
         return list(values)
     first, ratio = values[0], values[-1] / values[0]
-    chosen = {bisect_left(values, round(first * ratio ** (k / (most - 1)))) for k in range(most)}
+    chosen = {bisect_left(values, round(first * ratio ** (k / (max_count - 1)))) for k in range(max_count)}
     return [values[k] for k in sorted(chosen | {len(values) - 1}) if k < len(values)]
 
 
-def spread(mean: float | None, form: str, seeds: Sequence[float], best: float | None = None) -> Cell:
-    """The mean over seeds, of several followed by the least and the largest: 0.98 (0.97 to 0.99)."""
-    cell = number(mean, form, best)
+def cell_with_range(mean: float | None, format_spec: str, seeds: Sequence[float], best: float | None = None) -> Cell:
+    """Return a cell with the mean over seeds and, for several seeds, the range: 0.98 (0.97 to 0.99)."""
+    cell = number_cell(mean, format_spec, best)
     if mean is None or len(seeds) < 2:
         return cell
-    return replace(cell, text=f"{cell.text} ({rounded(min(seeds), form)} to {rounded(max(seeds), form)})")
+    return replace(
+        cell, text=f"{cell.text} ({format_number(min(seeds), format_spec)} to {format_number(max(seeds), format_spec)})"
+    )
 
 
-def number(value: float | None, form: str, best: float | None = None, note: str = "") -> Cell:
-    """A number in a table, marked if it is the ``best`` one; an empty cell for none."""
+def number_cell(value: float | None, format_spec: str, best: float | None = None, note: str = "") -> Cell:
+    """Return a cell with a number, marked if it equals ``best``; an empty cell for None."""
     if value is None:
         return Cell("")
-    return Cell(rounded(value, form), value, best is not None and value == best, note)
+    return Cell(format_number(value, format_spec), value, best is not None and value == best, note)
 
 
-def rounded(value: float, form: str) -> str:
-    """A number as ``form`` writes it, without the minus of a negative one that is rounded to zero.
+def format_number(value: float, format_spec: str) -> str:
+    """Format a number without the minus sign of a negative number that is rounded to zero.
 
-    >>> rounded(-0.0004, ".3f"), rounded(-0.0006, ".3f")
+    >>> format_number(-0.0004, ".3f"), format_number(-0.0006, ".3f")
     ('0.000', '-0.001')
     """
-    text = format(value, form)
+    text = format(value, format_spec)
     return text if re.search("[1-9a-z]", text) else text.removeprefix("-")
 
 
-def words(value: object) -> Cell:
-    """A text in a table."""
+def text_cell(value: object) -> Cell:
+    """Return a cell with text; an empty cell for None."""
     return Cell("" if value is None else str(value))
 
 
-def least(values: Sequence[float | None]) -> float | None:
-    """The best of a column of perplexities."""
+def lowest(values: Sequence[float | None]) -> float | None:
+    """Return the smallest of the values that are not None, such as the best perplexity of a column."""
     return min((v for v in values if v is not None), default=None)

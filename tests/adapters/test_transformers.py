@@ -17,14 +17,14 @@ from specs import representatives
 from fairseq_rpe import build
 from fairseq_rpe.data import folder
 from fairseq_rpe.encodings.rope import Rope
-from fairseq_rpe.evaluation.loss_aggregation import buckets
-from fairseq_rpe.evaluation.perplexity import batches, by_position
-from fairseq_rpe.evaluation.records import TextRequest, read
+from fairseq_rpe.evaluation.loss_aggregation import bucket_losses
+from fairseq_rpe.evaluation.perplexity import losses_by_position, make_batches
+from fairseq_rpe.evaluation.records import TextRequest, read_results
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("the package transformers is not installed", allow_module_level=True)
 
-from fairseq_rpe.adapters.transformers import TYPES, evaluate, restore, use_encoding
+from fairseq_rpe.adapters.transformers import MODEL_TYPES, evaluate, restore, use_encoding
 
 # isort: split
 
@@ -102,7 +102,7 @@ def test_equals_the_models_own_rotation(make, spec):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "head"), [*((kind, 8) for kind in TYPES), ("gemma", 16)])
+@pytest.mark.parametrize(("kind", "head"), [*((kind, 8) for kind in MODEL_TYPES), ("gemma", 16)])
 def test_types_that_are_known_keep_their_numbers(kind, head):
     """Grouped keys, normalised queries, heads that are not width / heads wide, and rotations of a part."""
     grouped = {} if kind == "gpt_neox" else {"num_key_value_heads": 1 if head == 16 else 2}
@@ -207,12 +207,14 @@ def test_perplexities_equal_our_evaluation(task, tmp_path):
     theirs = same_weights(ours, "fire")
     rows = evaluate(theirs, data, lengths, out=tmp_path / "eval.jsonl")
     for row in rows:
-        nats, count = by_position(ours, batches(request, task, row.length, 2048), row.length, 1, lambda _: None)
-        own = buckets(nats, count)
+        nats, count = losses_by_position(
+            ours, make_batches(request, task, row.length, 2048), row.length, 1, lambda _: None
+        )
+        own = bucket_losses(nats, count)
         assert row.tokens == int(count.sum()) == 500 and row.positions_loss.tokens == own.tokens
         assert row.positions_loss.loss_base2 == pytest.approx(own.loss_base2, rel=1e-5)
         assert row.ppl == pytest.approx(float((nats.sum() / 500).exp()), rel=1e-4)
-    assert read(type(rows[0]), tmp_path / "eval.jsonl") == rows
+    assert read_results(type(rows[0]), tmp_path / "eval.jsonl") == rows
     assert evaluate(theirs, data, lengths, out=tmp_path / "eval.jsonl") == rows  # nothing is measured twice
     assert {(row.encoding, row.engine) for row in rows} == {("fire", "transformers")}
     with torch.no_grad():
@@ -289,9 +291,9 @@ def test_llama3_is_transformers_own():
     length = torch.ones(1, dtype=torch.float64)
     for scaling in ("llama3", "ntk_by_parts,ramp=paper,beta_fast=4"):
         spec = f"rope:scaling={scaling},factor=8,base=500000,original_length=8192"
-        got = build(spec, 4, 256).frequencies(length)
+        got = build(spec, 4, 256).inv_freq(length)
         torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=0)
-    assert factor == 1 and (build("rope:base=500000", 4, 256).frequencies(length) / got)[-1] == pytest.approx(8)
+    assert factor == 1 and (build("rope:base=500000", 4, 256).inv_freq(length) / got)[-1] == pytest.approx(8)
 
 
 DECODED = ["alibi", "fire", "rope:scaling=yarn,factor=4", "xpos", "learned", "self_extend:group=2,window=6"]
@@ -405,7 +407,7 @@ def test_positions_that_are_moved():
     got = logits(moved, ids, attention_mask=mask)[1, 9:]
     assert_close(got, logits(moved, ids[1:, 9:])[0])
     assert evaluate(moved, ids[0], [40])[0].positions.startswith("interpolate")
-    random = with_encoding(model, "rope", positions_train="randomized:max=200")
+    random = with_encoding(model, "rope", positions_train="randomized:max_position=200")
     assert torch.equal(logits(random, ids), logits(random, ids))
     assert not torch.equal(logits(random.train(), ids), logits(random, ids))
 
@@ -413,7 +415,7 @@ def test_positions_that_are_moved():
 def test_random_positions_of_evaluation_are_drawn_for_each_row():
     ids, mask = text(tokens=40), torch.ones_like(text(tokens=40))
     mask[1, :9] = 0
-    model = with_encoding(llama(), "rope", positions="randomized:max=200")
+    model = with_encoding(llama(), "rope", positions="randomized:max_position=200")
     both = logits(model, ids, attention_mask=mask)
     assert_close(both[0], logits(model, ids[:1])[0])
     assert_close(both[1, 9:], logits(model, ids[1:, 9:])[0])
@@ -475,7 +477,7 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
         (lambda: passed(attention_mask=torch.ones(2, 7)), r"of shape \(2, 7\), not \(2, 10\)"),
         (lambda: passed(attention_mask=torch.zeros(2, 1, 10, 10)), r"as \(batch, tokens\)"),
         (lambda: generated(cache_implementation="static"), "DynamicCache"),
-        (lambda: generated("randomized:max=100"), "random positions would move"),
+        (lambda: generated("randomized:max_position=100"), "random positions would change"),
         # texts
         (lambda: evaluate(neox(), [5, 6, 7], [4]), "not between 1 and the 3 tokens"),
         (lambda: evaluate(neox(), [5, 60], [1]), "the id 60 and the model has 60 types"),
@@ -521,7 +523,7 @@ def test_the_page_is_true(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = PAGE.read_text(encoding="utf-8")
     listed = re.search(r"^Models of these types.*?: (.*?)\.", page, re.DOTALL | re.MULTILINE)
-    assert tuple(re.findall(r"`(\w+)`", listed[1])) == TYPES
+    assert tuple(re.findall(r"`(\w+)`", listed[1])) == MODEL_TYPES
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 3
     for block in blocks:

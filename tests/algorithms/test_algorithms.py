@@ -21,10 +21,10 @@ import fairseq_rpe.models  # noqa: F401  (registers)
 from fairseq_rpe.algorithms import SPLITS, build, describe, names, normalise
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
-from fairseq_rpe.decoder.generation import continued
+from fairseq_rpe.decoder.generation import greedy_steps
 from fairseq_rpe.positions import build as build_positions
 from fairseq_rpe.positions import freeze
-from fairseq_rpe.positions.base import EXACT
+from fairseq_rpe.positions.base import MAX_EXACT_POSITION
 from fairseq_rpe.tasks.algorithmic import AlgorithmicConfig, AlgorithmicTask
 
 COUNTS = {"train": 600, "valid": 200, "test": 600}
@@ -118,13 +118,13 @@ def test_answers_are_right_words_closed_and_tokens_counted(name, made):
         for example in made[name][split]:
             answer, items, results = solve(name, " ".join(example.prompt))
             assert list(example.answer) == answer and example.length == items, example
-            assert task.tokens(example.length) == len(example.prompt) + len(example.answer)
+            assert task.num_tokens(example.length) == len(example.prompt) + len(example.answer)
             used |= {*example.prompt, *example.answer}
             if name == "add_subtract":
                 assert all(0 <= r <= 9 for r in results) and all(a != b for a, b in pairwise(results))
             if name == "summation":
                 assert all(1 <= b - a <= 9 for a, b in pairwise([0, *results]))
-    assert len(set(task.words())) == len(task.words()) and used == set(task.words())
+    assert len(set(task.vocabulary())) == len(task.vocabulary()) and used == set(task.vocabulary())
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -148,7 +148,7 @@ def test_numbers_and_lengths(name, made):
     task = build(SPECS[name])
     for split, wanted in COUNTS.items():
         longest = task.config.items * (3 if split == "test" else 1)
-        assert task.longest(split) == longest
+        assert task.max_length(split) == longest
         counts, kinds = Counter(e.length for e in made[name][split]), longest - 1
         assert sorted(counts) == list(range(2, longest + 1)) and sum(counts.values()) == wanted
         spread = sum((count - wanted / kinds) ** 2 * kinds / wanted for count in counts.values())
@@ -166,7 +166,7 @@ def test_the_fewest_items():
 @pytest.mark.parametrize("size", [62, 63, 1000])
 def test_alphabets_of_any_size_have_no_word_twice(size):
     for name in ("copy", "reverse", "sort"):
-        words = build(f"{name}:alphabet={size}").words()
+        words = build(f"{name}:alphabet={size}").vocabulary()
         assert len(words) == len(set(words)) == size + 2 and not any(" " in w or not w for w in words)
         assert [rank(w) for w in words[2:]] == list(range(size))
 
@@ -214,7 +214,7 @@ def test_a_split_that_is_none_and_too_few_different_prompts_are_refused():
 def test_samples_show_prompt_and_answer_in_a_closed_vocabulary(tiny):
     data, words = tiny.dataset("test"), tiny.source_dictionary
     assert words is tiny.target_dictionary and (words.pad(), words.eos()) == (PAD, EOS)
-    assert words.symbols[words.nspecial :] == build(TINY).words()
+    assert words.symbols[words.nspecial :] == build(TINY).vocabulary()
     with pytest.raises(KeyError):
         data.encode(("nonsense",))
     examples = list(build(TINY).examples("test"))
@@ -249,7 +249,10 @@ def test_training_length_reaches_the_model(tiny):
     assert task.train_tokens == longest == 8
     model = task.build_model(cfg.model)
     assert cfg.model.rpe_train_length == cfg.model.tokens_per_sample == 8
-    assert model.decoder.moves.train.max == 24 and model.decoder.moves.evaluation.length == 8
+    assert (
+        model.decoder.position_transforms.train.max_position == 24
+        and model.decoder.position_transforms.evaluation.length == 8
+    )
 
 
 @pytest.mark.parametrize("option", ["tokens_per_sample", "max_target_positions", "add_bos_token"])
@@ -261,7 +264,7 @@ def test_flags_without_effect_are_refused(option):
 def by_hand(model, sample, examples) -> tuple[list[torch.Tensor], list[list[bool]]]:
     """-ln p of every answer token in reading order and, by row, whether it is the likeliest; the mask is not used."""
     scores = F.log_softmax(model(sample["net_input"]["src_tokens"])[0].double(), -1)
-    words = {word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *build(TINY).words()])}
+    words = {word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *build(TINY).vocabulary()])}
     losses, right = [], []
     for row, example in enumerate(examples):
         right.append([])
@@ -345,7 +348,7 @@ def answered(model, data) -> list[bool]:
     for n in sorted(set(data.items.tolist())):
         rows = (data.items == n).nonzero()[0].tolist()
         prompts, answers = data.prompts(rows)
-        for i, written, answer in zip(rows, continued(model, prompts, answers.shape[1]), answers, strict=True):
+        for i, written, answer in zip(rows, greedy_steps(model, prompts, answers.shape[1]), answers, strict=True):
             right[i] = written.tolist() == answer.tolist()
     return right
 
@@ -366,7 +369,13 @@ def test_exact_counts_the_rows_that_greedy_decoding_gets_right(tiny, half_traine
     assert [bool(one) for one in each] == right
 
 
-FROZEN = ["interpolate:train=6", "randomized:max=80", "randomized:max=80,per=row", "warp:head=0,tail=1", "offset:by=4"]
+FROZEN = [
+    "interpolate:train=6",
+    "randomized:max_position=80",
+    "randomized:max_position=80,per=row",
+    "warp:head=0,tail=1",
+    "offset:offset=4",
+]
 
 
 def generator(seed: int = 3) -> torch.Generator:
@@ -379,10 +388,10 @@ def generator(seed: int = 3) -> torch.Generator:
 )
 def test_decoding_with_frozen_positions_equals_the_full_forward(task, spec, moved):
     model, x = make_model(task, spec), tokens(3, 20)
-    model.decoder.moves.evaluation = freeze(build_positions(moved), 20, generator())
+    model.decoder.position_transforms.evaluation = freeze(build_positions(moved), 20, generator())
     with torch.no_grad():
         full, plain = model(x)[0], make_model(task, spec)(x)[0]
-    if moved != "offset:by=4" or spec == "sinusoidal":
+    if moved != "offset:offset=4" or spec == "sinusoidal":
         assert not torch.allclose(full, plain, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(decode(model, x, *range(9, 21)), full, rtol=1e-4, atol=1e-5)
     if (moved, spec) == ("interpolate:train=6", "rope"):  # not frozen, the ratio follows the text
@@ -409,35 +418,35 @@ def test_frozen_positions_are_those_of_one_row(moved):
 
 def test_frozen_positions_refuse_what_does_not_fit(task):
     model = make_model(task, "rope")
-    model.decoder.moves.evaluation = freeze(build_positions("interpolate:train=6"), 20)
-    with refused("a row of 21 tokens is longer than the 20 frozen positions"):
+    model.decoder.position_transforms.evaluation = freeze(build_positions("interpolate:train=6"), 20)
+    with refused("a row of 21 tokens .* the 20 frozen positions"):
         model(tokens(1, 21))
     with refused("pass a generator"):
-        freeze(build_positions("randomized:max=50"), 20)
+        freeze(build_positions("randomized:max_position=50"), 20)
     with refused("'randomized' is 15 but a row has 20 tokens"):
-        freeze(build_positions("randomized:max=15"), 20, generator())
+        freeze(build_positions("randomized:max_position=15"), 20, generator())
 
 
 def test_randomized_times_is_so_many_training_lengths():
     index, lengths = torch.arange(10, dtype=torch.float32)[None], torch.full((500,), 10)
-    by_times, by_max = (build_positions(f"randomized:{size},per=row", 10) for size in ("times=4", "max=40"))
+    by_times, by_max = (build_positions(f"randomized:{size},per=row", 10) for size in ("times=4", "max_position=40"))
     k = by_times(index, lengths, generator()).k
-    assert by_times.max == 40 and k.min() == 0 and k.max() == 39 and (k.diff(dim=1) > 0).all()
+    assert by_times.max_position == 40 and k.min() == 0 and k.max() == 39 and (k.diff(dim=1) > 0).all()
     assert torch.equal(by_max(index, lengths, generator()).k, k)
     assert torch.equal(build_positions("randomized:times=1", 10)(index, lengths, generator()).k, index)
-    assert build_positions("randomized", 10).max == build_positions("randomized").max == 2048
+    assert build_positions("randomized", 10).max_position == build_positions("randomized").max_position == 2048
 
 
 def test_randomized_times_refusals():
-    with refused("needs a training length, unknown here: give max=NUMBER"):
+    with refused("needs a training length, unknown here: give max_position=NUMBER"):
         build_positions("randomized:times=4")
     with refused("'times' of 'randomized' must be at least 1"):
         build_positions("randomized:times=0", 10)
-    with refused(f"'randomized:times={EXACT}' is more than {EXACT} positions: lower times"):
-        build_positions(f"randomized:times={EXACT}", 2)
+    with refused(f"'randomized:times={MAX_EXACT_POSITION}' is more than {MAX_EXACT_POSITION} positions: lower times"):
+        build_positions(f"randomized:times={MAX_EXACT_POSITION}", 2)
     for tokens, least in ((50, 5), (51, 6)):
         index, sizes = torch.arange(tokens, dtype=torch.float32)[None], torch.tensor([tokens])
         with refused(rf"option 'times'.* 40 positions.*{tokens} tokens.*at least {least}\b"):
             build_positions("randomized:times=4", 10)(index, sizes, generator())
         enough = build_positions(f"randomized:times={least}", 10)
-        assert enough(index, sizes, generator()).k.max() < enough.max
+        assert enough(index, sizes, generator()).k.max() < enough.max_position

@@ -11,7 +11,7 @@ import pytest
 from refusal import refused
 
 from fairseq_rpe.algorithms import SPLITS, build
-from fairseq_rpe.algorithms.needles import Passkey, before
+from fairseq_rpe.algorithms.needles import Passkey, num_before
 
 SIZES = "items=60,times=3,train=600,valid=60,test=4,depths=5"
 SPECS = {"passkey": f"passkey:{SIZES},digits=2", "retrieval": f"retrieval:{SIZES},alphabet=12"}
@@ -52,7 +52,7 @@ def test_answers_stand_where_the_depth_says(name, made):
         for example in made[name][split]:
             answer, place = solve(name, " ".join(example.prompt))
             assert " ".join(example.answer) == answer
-            assert len(example.prompt) + len(example.answer) == example.length == task.tokens(example.length)
+            assert len(example.prompt) + len(example.answer) == example.length == task.num_tokens(example.length)
             assert (example.depth is None) == (split != "test")
             if example.depth is not None:
                 # rounded down to a whole word or pair
@@ -68,16 +68,16 @@ def test_the_test_has_every_length_and_depth(name, made):
     assert build(f"{name}:items=64,times=18").lengths("test") == [64, 128, 256, 512, 1024, 1152]
     assert {e.length for e in made[name]["train"]} == set(range(task.config.least, 61))
     # any length and depth may be asked for, and gives the same examples however often
-    asked = [list(task.at("test", 77, 0.3)) for _ in range(2)]
+    asked = [list(task.examples_at_depth("test", 77, 0.3)) for _ in range(2)]
     assert asked[0] == asked[1] and {(e.length, e.depth) for e in asked[0]} == {(77, 0.3)}
-    assert len({e.answer for e in task.at("test", 120, 0.5)}) > 1  # drawn anew for each
+    assert len({e.answer for e in task.examples_at_depth("test", 120, 0.5)}) > 1  # drawn anew for each
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_splits_are_apart_and_words_closed(name, made):
     prompts = {split: {e.prompt for e in made[name][split]} for split in SPLITS}
     assert not prompts["train"] & prompts["test"] and not prompts["train"] & prompts["valid"]
-    words = build(SPECS[name]).words()
+    words = build(SPECS[name]).vocabulary()
     assert len(set(words)) == len(words)
     assert {w for split in SPLITS for e in made[name][split] for w in (*e.prompt, *e.answer)} == set(words)
     assert prompts["valid"] != {e.prompt for e in build(f"{SPECS[name]},seed=2").examples("valid")}
@@ -106,7 +106,7 @@ def test_counts_of_the_passkey():
     """A hundred fillers of 20 tokens: the line begins at 20 + 20·⌊100p⌋, and half way it is 1018 from the end."""
     task = Long("passkey", Passkey.Config(least=64, test=1))
     for hundredth in range(0, 101, 5):
-        (example,) = task.at("test", 2038 + 3, hundredth / 100)
+        (example,) = task.examples_at_depth("test", 2038 + 3, hundredth / 100)
         assert len(example.prompt) == 2038 and len(example.answer) == 3
         assert example.prompt.index("line") == 20 + 20 * hundredth
 
@@ -114,9 +114,9 @@ def test_counts_of_the_passkey():
 def test_counts_of_the_pairs():
     """75 pairs ``k k : v v ;`` and ``? k k :`` are 454 tokens; the value of pair g is 450 − 6g before the end."""
     task = build("retrieval:items=456,times=1,test=1")
-    assert task.pairs(456) == 75 and task.pair == 6
+    assert task.num_pairs(456) == 75 and task.pair_tokens == 6
     for g in (0, 1, 37, 74):
-        (example,) = task.at("test", 456, Fraction(g, 74))
+        (example,) = task.examples_at_depth("test", 456, Fraction(g, 74))
         assert len(example.prompt) == 454 and example.prompt[453] == ":" and example.prompt[450] == "?"
         assert example.prompt[6 * g + 3 : 6 * g + 5] == example.answer
         assert example.prompt[6 * g : 6 * g + 3] == example.prompt[451:454]
@@ -125,20 +125,20 @@ def test_counts_of_the_pairs():
 
 def test_the_pair_at_a_depth_is_rounded_down():
     """Of 140 pairs those at 0, ¼, ½, ¾ and 1 are 0, 34, 69, 104 and 139, as in the published experiment."""
-    assert [before(depth, 139) for depth in GRID] == [0, 34, 69, 104, 139]
+    assert [num_before(depth, 139) for depth in GRID] == [0, 34, 69, 104, 139]
     # a product that is a hair below a whole number is that number, as 0.29 · 100 is
-    assert all(before(k / 100, 100 * times) == times * k for k in range(101) for times in (1, 20))
+    assert all(num_before(k / 100, 100 * times) == times * k for k in range(101) for times in (1, 20))
 
 
 def test_a_guess():
-    assert [build(f"passkey:digits={m},least=50").chance(64) for m in (1, 5)] == [10**-1, 10**-5]
-    assert build("retrieval:alphabet=12").chance(456) == pytest.approx(1 / 75 + 74 / 75 / 12**2, rel=1e-12)
+    assert [build(f"passkey:digits={m},least=50").chance_accuracy(64) for m in (1, 5)] == [10**-1, 10**-5]
+    assert build("retrieval:alphabet=12").chance_accuracy(456) == pytest.approx(1 / 75 + 74 / 75 / 12**2, rel=1e-12)
     # whoever says the value of a random pair is right that often
     task, right, total = build("retrieval:items=60,times=1,valid=1500,alphabet=4,value=1,key=3"), 0.0, 0.0
     for example in task.examples("valid"):
         values = [value for word, value in pairwise(example.prompt[:-4]) if word == ":"]
         right += values.count(example.answer[0]) / len(values)
-        total += task.chance(example.length)
+        total += task.chance_accuracy(example.length)
     assert right == pytest.approx(total, rel=0.05)
 
 
@@ -159,4 +159,4 @@ REFUSED = {
 @pytest.mark.parametrize("spec", REFUSED)
 def test_refusals(spec):
     with refused(REFUSED[spec]):
-        list(build(spec).at("test", 12, 1.0))
+        list(build(spec).examples_at_depth("test", 12, 1.0))

@@ -11,15 +11,14 @@ import pytest
 import torch
 from conftest import error_of, run_here
 
-from fairseq_rpe.analysis.fire_construction import paper_fits
-from fairseq_rpe.analysis.fire_fit import LONGEST, fit_fire
-from fairseq_rpe.core import Positions, block
+from fairseq_rpe.analysis.fire_theorem import LONGEST, fit_fire, paper_fits
+from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
-from fairseq_rpe.figures.fire_theorem import constructions
+from fairseq_rpe.figures.biases import draw_constructions
 
 FITTED = ["t5_bias", "t5_bias:buckets=64,init_std=1", "alibi", "kerple_log", "kerple_log:p=2,a=0.3", "kerple_power"]
-FITTED += ["kerple_power:p=2,a=1", "kerple_power:p=0.5,a=0.1", "sandwich", "sandwich:form=evo,dim=32"]
-FITTED += ["type1", "type2:form=paper", "inv_nlnn"]
+FITTED += ["kerple_power:p=2,a=1", "kerple_power:p=0.5,a=0.1", "sandwich", "sandwich:variant=evo,dim=32"]
+FITTED += ["type1", "type2:variant=paper", "inv_nlnn"]
 SIGMAS = {
     "x": lambda x, p: x,
     "x^p": lambda x, p: x**p,
@@ -29,7 +28,7 @@ SIGMAS = {
 STEPS = ("t5_bias:init_std=1", "t5_bias:buckets=64,init_std=1", "t5_bias:variant=clipped,init_std=1")
 PAPER = dict.fromkeys(("alibi", "kerple_log", "kerple_log:p=2,a=0.3"), "x") | dict.fromkeys(STEPS, "1 where x >= 0")
 PAPER |= dict.fromkeys(("kerple_power", "kerple_power:p=2,a=0.1"), "x^p")
-PAPER |= dict.fromkeys(("sandwich", "sandwich:form=evo,dim=32"), "cos(x)")
+PAPER |= dict.fromkeys(("sandwich", "sandwich:variant=evo,dim=32"), "cos(x)")
 
 
 @functools.cache
@@ -49,11 +48,11 @@ def check(encoding, fits, length: int, queries: list[int]) -> None:
     k = torch.arange(length, dtype=torch.float64)[None]
     pos = Positions(k[:, queries], k, contiguous=False)
     past = k[0] <= pos.q[0, :, None]
-    expected = block(encoding.position_bias(pos), pos)
+    expected = encoding.position_bias(pos).materialize(pos)
     for fit in fits:
         assert fit.fire.heads == len(fit.heads) and fit.threshold == length
         assert all(p.dtype == torch.float64 for p in fit.fire.parameters())
-        got = block(fit.fire.position_bias(pos), pos)
+        got = fit.fire.position_bias(pos).materialize(pos)
         largest = (got - expected[:, [h - 1 for h in fit.heads]])[..., past].abs().max().item()
         assert largest <= 1e-6
         assert largest <= fit.error + 1e-7  # what is printed is what is; sums in another order
@@ -190,13 +189,13 @@ def test_the_printed_frequencies_are_not_sandwichs():
     [fit] = of_paper("sandwich", 8, 512)[1]
     d = torch.arange(512, dtype=torch.float64)
     assert fit.as_printed == pytest.approx(((d / 10000).cos() - d.cos()).abs().max().item())
-    assert of_paper("sandwich:form=evo", 8, 512)[1][0].as_printed is None
+    assert of_paper("sandwich:variant=evo", 8, 512)[1][0].as_printed is None
 
 
 def test_the_figure_shows_both_and_their_errors():
     encoding, fits = fitted("t5_bias", 4, 40)
     target = encoding.bias_profile(40)
-    left, right = constructions("t5_bias", target, fits[0], paper_fits(encoding, "t5_bias", 40)).axes
+    left, right = draw_constructions("t5_bias", target, fits[0], paper_fits(encoding, "t5_bias", 40)).axes
     assert len(left.lines) == 6
     for line, head in zip(left.lines, (0, 3) * 3, strict=True):
         assert line.get_ydata().tolist() == pytest.approx(target[head].tolist(), abs=1e-12)

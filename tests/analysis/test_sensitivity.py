@@ -9,7 +9,7 @@ import torch
 from refusal import refused
 
 from fairseq_rpe.analysis import alibi_raw, rope_raw, sensitivity, total_difference
-from fairseq_rpe.analysis.sensitivity import cosine_integral
+from fairseq_rpe.analysis.index_warping import cosine_integral
 
 DISTANCES = torch.tensor([0, 1, 2, 10, 511, 9215])
 
@@ -88,7 +88,10 @@ def test_equation_9_taken_literally_for_20():
     [
         (lambda: total_difference("bata", 20, 40, 10), "unknown skew 'bata'.*did you mean 'beta'.*none, beta, sqrt"),
         (lambda: total_difference("beta", 40, 20, 10), "test length of 20 is shorter than the training length 40"),
-        (lambda: total_difference("beta", 20, 40, 20), "reach 20 leaves the training length 20: choose 0 to 19"),
+        (
+            lambda: total_difference("beta", 20, 40, 20),
+            "tail of 20 tokens exceeds the training length 20: choose 0 to 19",
+        ),
         (lambda: rope_raw(DISTANCES, 7), "even number of dimensions wide, not 7"),
         (lambda: alibi_raw(DISTANCES, head=9), "head 9 does not exist: heads count from 1 to 8"),
     ],

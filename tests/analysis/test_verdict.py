@@ -16,16 +16,23 @@ from specs import ALL_SPECS, SPECS
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis import verdict_tables
-from fairseq_rpe.analysis.asymptotics import Scale
-from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict, verdict_of_formula
-from fairseq_rpe.analysis.expansions import ONE, Expansion, Unknown, exactly, level, times
+from fairseq_rpe.analysis.asymptotics import (
+    ONE,
+    AsymptoticArithmetic,
+    Expansion,
+    Undecided,
+    exact,
+    iterated_log,
+    monomial_product,
+)
+from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, formula_verdict, verdict
 from fairseq_rpe.analysis.formula import N, parse
-from fairseq_rpe.analysis.intervals_float import ranges
+from fairseq_rpe.analysis.intervals_float import float_ranges
 from fairseq_rpe.core import LogBias, UserError
 from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary
 from fairseq_rpe.encodings.alibi import alibi_slopes
-from fairseq_rpe.figures.receptive_fields import theoretical
-from fairseq_rpe.figures.style import looks
+from fairseq_rpe.figures.receptive_fields import draw_theoretical
+from fairseq_rpe.figures.style import assign_looks
 from fairseq_rpe.utils import files
 
 EXPECTED = dict.fromkeys("alibi type1 type2 window kerple_power lm_infinite streaming_llm".split(), CONVERGES)
@@ -89,14 +96,14 @@ def test_formulas_are_the_biases(spec):
         expected = torch.zeros(8, len(n))
     for weight, row in zip(encoding.log_bias_formulas(), expected, strict=True):
         weight = weight if isinstance(weight, LogBias) else LogBias(weight)
-        low, high = ranges(parse(weight.formula), n.numpy(), n.numpy())
+        low, high = float_ranges(parse(weight.formula), n.numpy(), n.numpy())
         kept = n < (weight.keys or math.inf)
         assert not weight.at_least
         assert torch.allclose(torch.tensor((low + high) / 2)[kept], row[kept].double(), rtol=1e-6, atol=1e-9)
         assert (row[~kept] == -math.inf).all()
 
 
-@pytest.mark.parametrize("spec", ["sandwich", "sandwich:form=evo", "t5_bias:init_std=1"])
+@pytest.mark.parametrize("spec", ["sandwich", "sandwich:variant=evo", "t5_bias:init_std=1"])
 def test_bounds_are_below_the_biases(spec):
     encoding = encodings.build(spec, 8, 512)
     bias = encoding.bias(torch.arange(128, 40_000).double()).detach()
@@ -109,8 +116,8 @@ def test_limits_of_closed_forms():
         assert limits(alibi) == pytest.approx(1 / -math.expm1(-slope), rel=1e-12)
         coth = 1 / math.tanh(math.pi / slope)
         assert limits(type1) == pytest.approx((1 + math.pi / slope * coth) / 2, rel=1e-12)
-    assert limits(verdict("type1:form=paper")[0]) == pytest.approx(math.pi**2 / 6, rel=1e-12)
-    assert limits(verdict("type2:form=paper")[0]) == pytest.approx(2.2381813068, rel=1e-9)
+    assert limits(verdict("type1:variant=paper")[0]) == pytest.approx(math.pi**2 / 6, rel=1e-12)
+    assert limits(verdict("type2:variant=paper")[0]) == pytest.approx(2.2381813068, rel=1e-9)
     assert [limits(verdict("type2")[k]) for k in (0, 7)] == pytest.approx([1.0627248643, 115.8696539748], rel=1e-9)
     assert verdict("alibi")[0].digits() == "2.54149408254" and verdict("window:window=5")[0].digits() == "5"
 
@@ -138,7 +145,7 @@ def _tanh_less_one(n):
     ],
 )
 def test_limits_of_formulas(formula, exact):
-    low, high = verdict_of_formula(formula).limit
+    low, high = formula_verdict(formula).limit
     with mpmath.workdps(30):
         value = exact()
         assert low - mpmath.mpf(10) ** -24 * abs(low) <= value <= high + mpmath.mpf(10) ** -24 * abs(high)
@@ -150,8 +157,8 @@ def test_receptive_fields_of_the_table():
         ("kerple_power:p=1,a=1", 0): (1, 3, 5),  # ALiBi with k = 1
         ("alibi", 0): (2, 5, 10),
         ("alibi", 7): (178, 590, 1179),
-        ("type1:form=paper", 0): (1, 6, 61),
-        ("type2:form=paper", 0): (2, 4, 9),
+        ("type1:variant=paper", 0): (1, 6, 61),
+        ("type2:variant=paper", 0): (2, 4, 9),
         ("type1", 0): (3, 12, 111),
         ("type1", 7): (257, 1615, 16277),
         ("type2", 0): (3, 8, 19),
@@ -165,7 +172,7 @@ def test_receptive_fields_of_the_table():
 @pytest.mark.parametrize("formula", ["-2*log(n+1)", "-0.3*n", "-0.5*sqrt(n)", "-n/(1+log(n+1))", "-log(1+n)**2"])
 def test_receptive_fields_are_the_definition(formula):
     """Against partial sums with many digits."""
-    head = verdict_of_formula(formula)
+    head = formula_verdict(formula)
     with mpmath.workdps(40):
         bias = sympy.lambdify(N, parse(formula), "mpmath")
         for epsilon in (0.7, 0.3, 0.05, 0.02):
@@ -180,7 +187,7 @@ def test_receptive_fields_of_p_series_by_hurwitz_zeta():
     """Σ_{n>=j} (1 + a·n)^-p = a^-p·ζ(p, j + 1/a), also where j has 20 digits."""
     precision = flint.ctx.prec
     for p, a in (("1.1", "0.3"), ("1.5", "1"), ("1.01", "2")):
-        head = verdict_of_formula(f"-{p}*log(1+{a}*n)")
+        head = formula_verdict(f"-{p}*log(1+{a}*n)")
         with mpmath.workdps(60):
             s, shift = mpmath.mpf(p), 1 / mpmath.mpf(a)
             assert head.limit[0] <= shift**s * mpmath.zeta(s, shift) <= head.limit[1]
@@ -192,8 +199,8 @@ def test_receptive_fields_of_p_series_by_hurwitz_zeta():
 
 
 def test_a_field_is_strict_where_both_sides_are_equal():
-    assert verdict_of_formula("-log(2)*n").trf(0.25).exact == 3  # the tail from 2 on is B/4 itself
-    telescope = verdict_of_formula("-log((n+1)*(n+2))").trf(0.1)  # tail 1/(j+1): equal to B/10 at 9
+    assert formula_verdict("-log(2)*n").trf(0.25).exact == 3  # the tail from 2 on is B/4 itself
+    telescope = formula_verdict("-log((n+1)*(n+2))").trf(0.1)  # tail 1/(j+1): equal to B/10 at 9
     assert (telescope.low, telescope.high) == (9, 10) and telescope.exact is None and str(telescope) == "9 to 10"
 
 
@@ -227,7 +234,7 @@ def test_a_field_is_strict_where_both_sides_are_equal():
     ],
 )
 def test_formulas(formula, decision, words):
-    head = verdict_of_formula(formula)
+    head = formula_verdict(formula)
     assert head.decision == decision and words in head.reason, head
     assert (head.limit is not None) == (decision == CONVERGES)
 
@@ -239,14 +246,14 @@ def test_slow_convergence_gives_brackets():
     assert half.exact is None and str(half) == "≈ 1.12e3010"
     # the tail from j on is j^-0.0001 / 0.0001 but for less than one term
     assert half.logarithms[0] == pytest.approx((math.log10(2) - math.log10(1.00005772229)) / 1e-4, abs=1e-4)
-    slow = verdict_of_formula("-log(n+3)-log(log(n+3))-2*log(log(log(n+30)))")
+    slow = formula_verdict("-log(n+3)-log(log(n+3))-2*log(log(log(n+30)))")
     assert str(slow.trf(0.001)).startswith("> 10^(")
-    unknown = verdict_of_formula("-log(n+1)**1.0000001")
+    unknown = formula_verdict("-log(n+1)**1.0000001")
     assert unknown.decision == CONVERGES and " to " in unknown.digits()
 
 
 def test_oscillation_leaves_a_bracket_that_is_said():
-    head = verdict_of_formula("sin(n)-log(1+n**2)")
+    head = formula_verdict("sin(n)-log(1+n**2)")
     assert head.decision == CONVERGES and "oscillating" in head.reason
     low, high = head.limit
     partial = math.fsum(math.exp(math.sin(n) - math.log1p(n * n)) for n in range(200_000))
@@ -263,7 +270,7 @@ class Stated(DistanceBias):
     def bias(self, d):
         return -2 * torch.log1p(d)[None].expand(self.heads, -1)
 
-    def series(self):
+    def log_bias_formulas(self):
         return ["-2*log(1 + n)"] * self.heads
 
 
@@ -271,7 +278,7 @@ class Turned(Rotary):
     def angles(self, at, pos):
         return at[..., None] * torch.ones(self.rotated // 2)
 
-    def form(self, pos):
+    def position_bias(self, pos):
         return None
 
 
@@ -356,7 +363,7 @@ def test_bad_formulas_are_one_line(formula, words, capsys):
 def test_other_bad_input_is_one_line(capsys, tmp_path):
     """What tests/test_bad_input.py and tests/test_hostile_checkpoints.py do not have."""
     assert "'-n' is given twice" in error_of(capsys, "verdict", "--formula=-n", "--formula=-n")
-    assert "given twice" in error_of(capsys, "verdict", "type1", "type1:form=heads")
+    assert "given twice" in error_of(capsys, "verdict", "type1", "type1:variant=heads")
     for spec in ("rope", "sinusoidal"):
         path, _ = save_checkpoint(tmp_path / spec, spec)
         assert "adds no bias" in error_of(capsys, "verdict", "--checkpoint", path)
@@ -405,23 +412,26 @@ def test_trf_command(tmp_path, monkeypatch):
 
 
 def test_curves_have_one_colour_per_encoding():
-    specs = ["alibi", "type1:form=paper"]
-    rows = {spec: verdict_tables.judge([encodings.build(spec, 8, 512)]) for spec in specs}
-    curves = {spec: verdict_tables.fields(found).curves for spec, found in rows.items()}
+    specs = ["alibi", "type1:variant=paper"]
+    rows = {spec: verdict_tables.head_verdicts([encodings.build(spec, 8, 512)]) for spec in specs}
+    curves = {spec: verdict_tables.field_curves(found).curves for spec, found in rows.items()}
     assert [len(found) for found in curves.values()] == [8, 1]  # heads that are alike are one curve
-    assert len(verdict_tables.field_cells(rows)) == 1 + 16 * len(verdict_tables.GRID)
-    (axes,) = theoretical(curves).axes
+    assert len(verdict_tables.field_cells(rows)) == 1 + 16 * len(verdict_tables.EPSILON_GRID)
+    (axes,) = draw_theoretical(curves).axes
     assert axes.get_xscale() == axes.get_yscale() == "log" and "keys" in axes.get_ylabel()
-    assert {line.get_color() for line in axes.lines} == {looks(specs)[spec].colour for spec in specs}
+    assert {line.get_color() for line in axes.lines} == {assign_looks(specs)[spec].colour for spec in specs}
     assert [text.get_text() for text in axes.texts] == ["alibi, head 1", specs[1]]
     assert "thin: other heads" in axes.get_title()
 
 
 @pytest.mark.parametrize(
     "second",
-    [{level(2): (sympy.Integer(1), sympy.Integer(2))}, {times(ONE, level(1), sympy.Rational(1, 2)): exactly(1)}],
+    [
+        {iterated_log(2): (sympy.Integer(1), sympy.Integer(2))},
+        {monomial_product(ONE, iterated_log(1), sympy.Rational(1, 2)): exact(1)},
+    ],
     ids=["between one and two ln ln n", "the root of ln n"],
 )
 def test_exp_of_a_growth_that_is_no_sum_of_logarithms_is_left_undecided(second):
-    with pytest.raises(Unknown, match="exp of a slow growth that is not a logarithm"):
-        Scale(40, 3).exp(Expansion({level(1): exactly(1), **second}))
+    with pytest.raises(Undecided, match="exp of a slow growth that is not a logarithm"):
+        AsymptoticArithmetic(40, 3).exp(Expansion({iterated_log(1): exact(1), **second}))

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fairseq_rpe.attention import BACKENDS, Plan
-from fairseq_rpe.attention.forward import carry_out, noted, plan_of, separated
+from fairseq_rpe.attention import BACKENDS, AttentionPlan
+from fairseq_rpe.attention.forward import build_plan, compute_token_features, positions_from_documents, run_attention
 from fairseq_rpe.core import Bias, Positions, ToeplitzBias
 from fairseq_rpe.encodings import Encoding, build
 
@@ -69,18 +69,18 @@ def outcome(
     pos = replace(pos, q=pos.q.to(device), k=pos.k.to(device))
     padding = None if padding is None else padding.to(device)
     if documents is not None:
-        pos, last_query = separated(documents.to(device))
+        pos, last_query = positions_from_documents(documents.to(device))
     with torch.set_grad_enabled(grads):
         if callable(spec):
             learned, form = spec(device)
             leaves = {"table": learned}
-            plan = Plan(pos, form, padding, backend=BACKENDS[backend], last_query=last_query)
+            plan = AttentionPlan(pos, form, padding, backend=BACKENDS[backend], last_query=last_query)
         else:
             encoding = lively(spec, heads, width, device=device)
             leaves = {name: p for name, p in encoding.named_parameters() if p.requires_grad}
-            plan = plan_of(encoding, pos, padding, BACKENDS[backend], last_query=last_query)
+            plan = build_plan(encoding, pos, padding, BACKENDS[backend], last_query=last_query)
         torch.manual_seed(2)
-        out = carry_out(q, k, v, plan, dropout, noted(x, plan))
+        out = run_attention(q, k, v, plan, dropout, compute_token_features(x, plan))
         if padding is not None:  # what a hidden token attends to means nothing
             out = out.masked_fill(padding[:, None, m - n :, None], 0.0)
     found = {"out": out.detach()}

@@ -25,7 +25,7 @@ from torch.utils import _triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from fairseq_rpe.attention import Plan
+from fairseq_rpe.attention import AttentionPlan
 from fairseq_rpe.attention import flex as backend
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
@@ -39,7 +39,7 @@ def pretend(capability: tuple[int, int]) -> None:
     torch.cuda.get_device_capability = lambda *device: capability
     _triton.triton_hash_with_backend = lambda: ""
     torch_flex._validate_device = lambda q, k, v: None
-    backend.refusal = lambda q, k, v, plan, dropout: None
+    backend.refusal_reason = lambda q, k, v, plan, dropout: None
     heuristics = choices.InductorChoices.get_config_heuristics
     choices.InductorChoices.get_config_heuristics = lambda self, device="cuda": heuristics(self, "cuda")
     select_algorithm.TritonTemplate.all_templates.clear()
@@ -73,7 +73,7 @@ def write(spec: str, warped: bool, backwards: bool) -> str:
     q, k, v = (torch.randn(2, HEADS, N, WIDTH, requires_grad=True) for _ in range(3))
     form = build(spec, HEADS, HEADS * WIDTH).position_bias(pos)
     with contextlib.suppress(InductorError):
-        backend.flex(q, k, v, Plan(pos, form, torch.zeros(2, N, dtype=torch.bool))).sum().backward()
+        backend.flex(q, k, v, AttentionPlan(pos, form, torch.zeros(2, N, dtype=torch.bool))).sum().backward()
     return written[0]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fairseq_rpe import RelativeAttention, attend, build, encodings, positions
-from fairseq_rpe.attention import choose
-from fairseq_rpe.attention.functional import Cache
+from fairseq_rpe.attention import choose_backend
+from fairseq_rpe.attention.kv_cache import KVCache
 from fairseq_rpe.core import Positions, UserError
 
 H, D, B, N = 2, 8, 2, 5
@@ -82,7 +82,7 @@ def test_positions_padding_and_notes(change):
     at, hidden, forgetting = torch.arange(float(N)), torch.zeros(B, N), made("forgetting")
     notes = forgetting.token_features(ROWS).detach()
     assert_refused(lambda: attend(X, X, X, "alibi", padding=CHANGED[change](hidden)), "padding")
-    assert_refused(lambda: attend(X, X, X, forgetting, notes=CHANGED[change](notes)), "notes")
+    assert_refused(lambda: attend(X, X, X, forgetting, features=CHANGED[change](notes)), "features")
     if change != "flat":  # which they are
         assert_refused(lambda: attend(X, X, X, "alibi", positions=CHANGED[change](at)), "position")
     changed = CHANGED[change](at[None])
@@ -119,7 +119,7 @@ def test_positions_far_apart_need_no_table_of_all_distances():
     torch.testing.assert_close(attend(x, x, x, "alibi", positions=at)[:, :, 3:], expected)
 
 
-@pytest.mark.parametrize("spec", ["sandwich", "transformer_xl", "transformer_xl:clamp=100000"])
+@pytest.mark.parametrize("spec", ["sandwich", "transformer_xl", "transformer_xl:max_distance=100000"])
 def test_far_positions_need_no_table_of_all_distances(spec, monkeypatch):
     """What they give equals what a table of the distances, here a short one, gives."""
     encoding, x, at = made(spec).double(), X.double(), torch.arange(0, 5 * 40_000, 40_000, dtype=torch.float64)
@@ -189,9 +189,9 @@ ATTEND = [
     ({"encoding": build("alibi", 4, 64)}, ["is for 4 heads of width 16, q has 2 of 8: build it with"]),
     ({"encoding": made("rope", 32)}, ["is for 2 heads of width 16, q has 2 of 8"]),
     ({"encoding": made("shaw", 32)}, ["is for 2 heads of width 16, q has 2 of 8"]),
-    ({"encoding": made("forgetting")}, ["reads a layer's input: give notes=encoding.note"]),
-    ({"encoding": made("shaw"), "notes": X}, ["Shaw takes no notes: leave them out"]),
-    ({"encoding": made("forgetting"), "notes": X[:, :, :4, :1]}, ["notes are of shape (2, 2, 4, 1)"]),
+    ({"encoding": made("forgetting")}, ["reads a layer's input: give features=encoding.token_features"]),
+    ({"encoding": made("shaw"), "features": X}, ["Shaw takes no features: leave them out"]),
+    ({"encoding": made("forgetting"), "features": X[:, :, :4, :1]}, ["features are of shape (2, 2, 4, 1)"]),
     ({"encoding": made("cope"), "positions": torch.arange(N)}, ["Cope reads no positions: leave them out"]),
     ({"encoding": made("t5_bias"), "positions": HALVES}, ["T5", "accepts whole positions only"]),
     (
@@ -221,11 +221,14 @@ def test_what_attend_refuses(given, parts):
 
 
 OTHERS = [
-    (lambda: choose("triton", [made("shaw")]), "Shaw adds a bias"),
-    (lambda: choose("triton", [made("cope")]), "Cope needs all scores of a query, which backend 'triton' never"),
-    (lambda: choose("flex", [made("dape")]), "Dape needs all scores of a query, which backend 'flex' never"),
-    (lambda: choose("flex", [made("shaw:values=true")]), "Shaw needs all scores"),
-    (lambda: choose("sdap"), "unknown attention backend 'sdap' (did you mean 'sdpa'?)"),
+    (lambda: choose_backend("triton", [made("shaw")]), "Shaw adds a bias"),
+    (
+        lambda: choose_backend("triton", [made("cope")]),
+        "Cope needs all scores of a query, which backend 'triton' never",
+    ),
+    (lambda: choose_backend("flex", [made("dape")]), "Dape needs all scores of a query, which backend 'flex' never"),
+    (lambda: choose_backend("flex", [made("shaw:values=true")]), "Shaw needs all scores"),
+    (lambda: choose_backend("sdap"), "unknown attention backend 'sdap' (did you mean 'sdpa'?)"),
     (lambda: layer(width=64, heads=5), "5 heads do not divide a model width of 64"),
     (lambda: layer("sinusoidal"), "'sinusoidal' acts at a model's input"),
     (lambda: layer(build("fire", 4, 32)), "is for 4 heads and width 32, this layer has"),
@@ -234,10 +237,10 @@ OTHERS = [
     (lambda: layer()(X), "x is (batch, tokens, 16), not (2, 2, 5, 8)"),
     (lambda: layer()(ROWS.double()), "the layer is in torch.float32 and x in torch.float64"),
     (lambda: layer().to("meta")(ROWS), "the layer is on meta and x on cpu"),
-    (lambda: made("cope").mask(5), "Cope depends on what the tokens are, which no mask knows"),
-    (lambda: made("shaw").score_mod(5), "Shaw depends on what the tokens are, which no mask knows"),
-    (lambda: made("rope").mask(3), "Rope turns queries and keys, which is not a bias: call fairseq_rpe.attend"),
-    (lambda: made("xpos").score_mod(3), "XPos turns queries and keys, which is not a bias"),
+    (lambda: made("cope").mask(5), "Cope depends on the tokens, which a mask cannot express"),
+    (lambda: made("shaw").score_mod(5), "Shaw depends on the tokens, which a mask cannot express"),
+    (lambda: made("rope").mask(3), "Rope rotates queries and keys, which is not a bias: call fairseq_rpe.attend"),
+    (lambda: made("xpos").score_mod(3), "XPos rotates queries and keys, which is not a bias"),
     (lambda: made("alibi").mask(3, dtype=torch.int64), "dtype of 16 bits or more, not torch.int64"),
     (lambda: made("alibi").mask(3, dtype=torch.float8_e4m3fn), "not torch.float8_e4m3fn"),
     (lambda: made("alibi").mask(3, dtype="float32"), "not 'float32'"),
@@ -251,11 +254,11 @@ OTHERS = [
     (lambda: Positions(HALVES, HALVES, step=0.0), "step of positions"),
     (lambda: Positions(HALVES, HALVES, step="1"), "step of positions"),
     (lambda: Positions(HALVES, HALVES, tokens=[[1, 2, 3, 4, 5]]), "tokens are a torch.int64"),
-    (lambda: positions.build("warp")(HALVES, [3]), "lengths are an int64 tensor"),
-    (lambda: positions.build("warp")([[0.0]], torch.tensor([3])), "index is a float32 or float64 tensor"),
-    (lambda: positions.build("warp")(HALVES, torch.tensor([3]), 5), "generator is a torch.Generator"),
-    (lambda: positions.build("warp")(torch.zeros(2, 3), torch.tensor([3])), "2 rows and lengths are of 1"),
-    (lambda: positions.freeze("warp", 3), "transform is what positions.build"),
+    (lambda: positions.build("warp")(HALVES, [3]), "lengths must be an int64 tensor"),
+    (lambda: positions.build("warp")([[0.0]], torch.tensor([3])), "index must be a float32 or float64 tensor"),
+    (lambda: positions.build("warp")(HALVES, torch.tensor([3]), 5), "generator must be a torch.Generator"),
+    (lambda: positions.build("warp")(torch.zeros(2, 3), torch.tensor([3])), "2 rows and lengths has 1"),
+    (lambda: positions.freeze("warp", 3), "transform must come from positions.build"),
     (lambda: positions.freeze_rows(positions.build("identity"), [3], []), "1 lengths and 0 generators"),
 ]
 
@@ -272,12 +275,12 @@ def test_caches():
     strangers = [(layer(width=2 * H * D), ROWS.repeat(1, 1, 2)), (layer(heads=2 * H), ROWS)]
     for stranger, x in (*strangers, (layer().double(), ROWS.double())):
         assert_refused(lambda stranger=stranger, x=x: stranger(x, cache), "the cache holds keys", "a cache of its own")
-    assert_refused(lambda: layer("forgetting")(ROWS, cache), "the cache holds notes (none)")
+    assert_refused(lambda: layer("forgetting")(ROWS, cache), "the cache holds features (none)")
     assert_refused(lambda: rope(ROWS[:1], cache), "the cache holds 2 rows and 1 came: use a new cache for a new batch")
     assert_refused(lambda: rope(ROWS, cache, positions=torch.arange(N)), "positions are of shape (10,)")
     for other, its in ((one, "Alibi"), (layer("rope"), "Rope")):  # of the same size
         assert_refused(lambda other=other: other(ROWS, cache), "of another layer, with Rope", f"this layer has {its}")
-    for value in ({}, (X, X), "cache", 3, Cache):
+    for value in ({}, (X, X), "cache", 3, KVCache):
         assert_refused(lambda value=value: one(ROWS, value), "cache is what new_cache() returns")
     assert len(cache) == N
     cache.layer = "another process", 0, cache.layer[2]  # as one that was saved
@@ -311,4 +314,4 @@ def test_lengths_that_no_memory_holds():
 def test_what_is_registered_is_a_class():
     register = encodings.register("x")
     assert_refused(lambda: register(assert_refused), "the function assert_refused", "test_arguments.py:", "no encoding")
-    assert_refused(lambda: register(Cache), "the class Cache")
+    assert_refused(lambda: register(KVCache), "the class KVCache")

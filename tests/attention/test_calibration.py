@@ -14,17 +14,15 @@ from conftest import DEVICE, make_model
 
 from fairseq_rpe.attention import (
     BACKENDS,
-    Plan,
+    AttentionPlan,
+    autotune,
+    autotune_cache,
+    autotune_inputs,
     backends,
-    calibration,
-    calibration_cache,
-    calibration_inputs,
     reference,
     sdpa,
 )
-from fairseq_rpe.attention.calibration import Calibrator
-from fairseq_rpe.attention.call_signature import kind_of
-from fairseq_rpe.attention.rank_consensus import agreed, store_of_ranks
+from fairseq_rpe.attention.autotune import Autotuner, agree_on_backend, call_signature, rank_store
 from fairseq_rpe.core import DenseBias, Positions, ToeplitzBias, UserError
 from fairseq_rpe.encodings import build
 
@@ -36,7 +34,7 @@ MACHINE = {"device": "Stand-in 3000", "torch": "1"}
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache folder of the test's own."""
-    monkeypatch.setenv(calibration_cache.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(autotune_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -74,8 +72,8 @@ def failing(name, error, only_from=0):
 
 
 def with_table(plan, change):
-    form = ToeplitzBias(change(plan.form.table), plan.form.origin, plan.form.step)
-    return Plan(plan.positions, form, plan.padding)
+    form = ToeplitzBias(change(plan.bias.table), plan.bias.origin, plan.bias.step)
+    return AttentionPlan(plan.positions, form, plan.padding)
 
 
 def zero_keys(q, k, v, plan, dropout=0.0):
@@ -115,11 +113,11 @@ def clock(**seconds):
     return measured
 
 
-def calibrator(fast=good, *, others=None, seconds=None, **settings):
+def calibrator(fast=good, *, others=None, timer=None, **settings):
     candidates = {"fast": fast, **(others or {}), "sdpa": sdpa}
-    settings = {"machine": lambda device: MACHINE, "store": lambda: None, "limit": 30.0, **settings}
-    fallback = clock(**{fast.__name__: 0.5}) if seconds is None else seconds
-    return Calibrator(candidates, applies=lambda q: True, seconds=fallback, **settings)
+    settings = {"machine": lambda device: MACHINE, "store": lambda: None, "timeout": 30.0, **settings}
+    fallback = clock(**{fast.__name__: 0.5}) if timer is None else timer
+    return Autotuner(candidates, applies=lambda q: True, timer=fallback, **settings)
 
 
 def call(spec="kerple_log", n=N, m=None, *, padded=False, dtype=torch.float32, grads=True, form=None):
@@ -133,26 +131,26 @@ def call(spec="kerple_log", n=N, m=None, *, padded=False, dtype=torch.float32, g
         padding = torch.zeros(3, m, dtype=torch.bool)
         padding[0, :4] = True
     form = build(spec, H, H * D, 64).position_bias(pos) if form is None else form
-    return q, k, v, Plan(pos, form, padding)
+    return q, k, v, AttentionPlan(pos, form, padding)
 
 
 def test_the_fastest_that_agrees_is_taken_and_named(caplog):
     caplog.set_level(logging.INFO)
-    asked = calibrator(good, others={"slow": reference}, seconds=clock(good=0.5, reference=4.0))
-    assert asked.choice(*call()) == "fast"
-    [line] = [r.message for r in caplog.records if r.name == calibration.__name__]
+    asked = calibrator(good, others={"slow": reference}, timer=clock(good=0.5, reference=4.0))
+    assert asked.choose(*call()) == "fast"
+    [line] = [r.message for r in caplog.records if r.name == autotune.__name__]
     assert line.startswith("attention backend: fast for float32, head width 8, bias: table, spacing: even")
     assert line.endswith("(measured: fast 1.00, sdpa 2.00, slow 8.00)") and "learned" in line and "\n" not in line
-    asked.seconds = None  # it is not asked again
-    assert asked.choice(*call()) == "fast" and len(caplog.records) == 1
-    assert calibrator(good, seconds=clock(good=2.0)).choice(*call("alibi")) == "sdpa"
+    asked.timer = None  # it is not asked again
+    assert asked.choose(*call()) == "fast" and len(caplog.records) == 1
+    assert calibrator(good, timer=clock(good=2.0)).choose(*call("alibi")) == "sdpa"
 
 
 @pytest.mark.parametrize(("fast", "why"), NO_GOOD)
 def test_one_that_is_no_good_is_dropped_with_one_warning(fast, why, caplog, cache):
-    asked = calibrator(fast, seconds=clock(sdpa=9.0))
+    asked = calibrator(fast, timer=clock(sdpa=9.0))
     for _ in range(2):
-        assert asked.choice(*call()) == "sdpa"
+        assert asked.choose(*call()) == "sdpa"
     [line] = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert line.startswith("attention backend 'fast' is not used for float32") and why in line and "\n" not in line
     # how much memory is free says nothing of the next process
@@ -161,23 +159,23 @@ def test_one_that_is_no_good_is_dropped_with_one_warning(fast, why, caplog, cach
 
 def test_one_that_hangs_is_left_behind_for_good(caplog, cache):
     sdpa(*call()).sum().backward()  # torch's own first call takes long
-    asked = calibrator(hangs, limit=2.0)
-    assert asked.choice(*call()) == "sdpa"
+    asked = calibrator(hangs, timeout=2.0)
+    assert asked.choose(*call()) == "sdpa"
     assert "'fast' is not used" in caplog.text and "is not done after 2 s" in caplog.text
-    asked.limit = 30.0
+    asked.timeout = 30.0
     caplog.clear()
-    assert asked.choice(*call("alibi")) == "sdpa" and caplog.text == ""  # another kind: not tried again
+    assert asked.choose(*call("alibi")) == "sdpa" and caplog.text == ""  # another kind: not tried again
     assert not cache.exists()  # the next process may have more luck
 
 
 def test_what_refuses_is_no_candidate_and_no_warning(caplog):
-    assert calibrator(refuses).choice(*call()) == "sdpa" and caplog.text == ""
+    assert calibrator(refuses).choose(*call()) == "sdpa" and caplog.text == ""
 
 
 def test_where_even_the_plain_one_is_wrong_the_reference_is_taken(caplog):
     settings = {"applies": lambda q: True, "machine": lambda device: MACHINE, "store": lambda: None}
-    assert Calibrator({"sdpa": nan}, **settings).choice(*call()) == "reference"
-    assert Calibrator({"sdpa": refuses}, **settings).choice(*call()) is None  # and refuses when it is called
+    assert Autotuner({"sdpa": nan}, **settings).choose(*call()) == "reference"
+    assert Autotuner({"sdpa": refuses}, **settings).choose(*call()) is None  # and refuses when it is called
 
 
 @pytest.mark.parametrize("spec", ["nope", "window:window=5", "t5_bias", "fire", "fire:exact=true"])
@@ -185,12 +183,12 @@ def test_where_even_the_plain_one_is_wrong_the_reference_is_taken(caplog):
 def test_right_ones_agree_whatever_the_form(spec, padded, caplog):
     for n, m in ((64, 64), (1, 40), (7, 40)):
         for dtype in (torch.float32, torch.bfloat16):
-            assert calibrator(good).choice(*call(spec, n, m, padded=padded, dtype=dtype)) == "fast"
+            assert calibrator(good).choose(*call(spec, n, m, padded=padded, dtype=dtype)) == "fast"
     with torch.inference_mode():
-        assert calibrator(good).choice(*call(spec, padded=padded, grads=False)) == "fast"
+        assert calibrator(good).choose(*call(spec, padded=padded, grads=False)) == "fast"
     dense = DenseBias(torch.randn(3, H, N, N, requires_grad=True))
-    assert calibrator(good).choice(*call(form=dense, padded=padded)) == "fast"
-    assert calibrator(good).choice(*call(spec, padded=padded), 0.3) == "fast"
+    assert calibrator(good).choose(*call(form=dense, padded=padded)) == "fast"
+    assert calibrator(good).choose(*call(spec, padded=padded), 0.3) == "fast"
     assert caplog.text == ""
 
 
@@ -199,41 +197,41 @@ def test_the_kernels_themselves_pass_the_check(monkeypatch, caplog):
     """In Triton's interpreter; flex gives no gradients on a CPU and refuses."""
     pytest.importorskip("triton", reason="needs the package triton")
     monkeypatch.setattr(sys.modules[__name__], "D", 32)
-    asked = Calibrator(
+    asked = Autotuner(
         {name: BACKENDS[name] for name in ("triton", "sdpa", "flex")},
         applies=lambda q: True,
-        seconds=lambda work, device: 1.0,
+        timer=lambda work, device: 1.0,
         machine=lambda device: MACHINE,
         store=lambda: None,
     )
-    assert asked.choice(*call("fire", n=11, padded=True)) == "triton" and caplog.text == ""
-    [kept] = [calibration_cache.recall(MACHINE, str(kind)) for _, kind in asked._known]
+    assert asked.choose(*call("fire", n=11, padded=True)) == "triton" and caplog.text == ""
+    [kept] = [autotune_cache.load_choice(MACHINE, str(kind)) for _, kind in asked._choices]
     assert kept.ratios == {"triton": 1.0, "sdpa": 1.0} and kept.dropped == {}
 
 
 def test_pruning_may_be_off_by_its_bound_alone(caplog, monkeypatch):
-    monkeypatch.setattr(calibration_inputs, "PRUNED_SIZE", 701)
+    monkeypatch.setattr(autotune_inputs, "PRUNED_SIZE", 701)
 
     def near(table):
         return table.index_fill(1, torch.arange(128, table.shape[1]), float("-inf"))
 
     too_near = stand_in("too near", lambda q, k, v, plan: (q, k, v, with_table(plan, near)))
     q, k, v, plan = call(form=ToeplitzBias(-0.001 * torch.arange(720.0).expand(H, -1)), n=720, grads=False)
-    plan = Plan(plan.positions, plan.form, prune=1e-3)
-    assert calibrator(good).choice(q, k, v, plan) == "fast" and caplog.text == ""
-    assert calibrator(too_near, machine=lambda device: {}).choice(q, k, v, plan) == "sdpa"
+    plan = AttentionPlan(plan.positions, plan.bias, prune=1e-3)
+    assert calibrator(good).choose(q, k, v, plan) == "fast" and caplog.text == ""
+    assert calibrator(too_near, machine=lambda device: {}).choose(q, k, v, plan) == "sdpa"
     assert "deviates" in caplog.text
 
 
 def test_kinds_are_told_apart(monkeypatch):
     def kind(*args, **kwargs):
-        return kind_of(*call(*args, **kwargs))
+        return call_signature(*call(*args, **kwargs))
 
     base = kind()
     assert base == kind(n=N + 1) and base.keys == 128 and kind(n=129).keys == 512
     others = [
         *(kind("alibi"), kind("nope"), kind("fire"), kind("fire:exact=true"), kind(padded=True), kind(n=1, m=N)),
-        *(kind(n=2, m=N), kind(n=300), kind(dtype=torch.bfloat16), kind_of(*call(), 0.1)),
+        *(kind(n=2, m=N), kind(n=300), kind(dtype=torch.bfloat16), call_signature(*call(), 0.1)),
     ]
     with torch.no_grad():
         others.append(kind())
@@ -244,22 +242,22 @@ def test_kinds_are_told_apart(monkeypatch):
 
 def test_a_choice_is_remembered_by_machine(caplog, cache, monkeypatch):
     caplog.set_level(logging.INFO)
-    assert calibrator(good).choice(*call()) == "fast"
+    assert calibrator(good).choose(*call()) == "fast"
     [path] = cache.glob("*.json")
     assert path.name.startswith("attention-Stand-in-3000-") and json.loads(path.read_text())["machine"] == MACHINE
     again = calibrator(raises)  # would be dropped, were it tried
-    assert again.choice(*call()) == "fast" and "(remembered: fast 1.00, sdpa 2.00)" in caplog.text
+    assert again.choose(*call()) == "fast" and "(remembered: fast 1.00, sdpa 2.00)" in caplog.text
     newer = calibrator(raises, machine=lambda device: {**MACHINE, "torch": "2"})
-    assert newer.choice(*call()) == "sdpa"
+    assert newer.choose(*call()) == "sdpa"
     assert len(list(cache.glob("*.json"))) == 2
-    monkeypatch.setenv(calibration_cache.CACHE, "off")
-    assert calibrator(raises).choice(*call()) == "sdpa"
-    monkeypatch.delenv(calibration_cache.CACHE)
+    monkeypatch.setenv(autotune_cache.CACHE_VARIABLE, "off")
+    assert calibrator(raises).choose(*call()) == "sdpa"
+    monkeypatch.delenv(autotune_cache.CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "xdg"))
-    assert calibration_cache.folder() == cache / "xdg/fairseq_rpe"
+    assert autotune_cache.cache_folder() == cache / "xdg/fairseq_rpe"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(cache))
-    assert calibration_cache.folder() == cache / ".cache/fairseq_rpe"
+    assert autotune_cache.cache_folder() == cache / ".cache/fairseq_rpe"
 
 
 @pytest.mark.parametrize(
@@ -267,20 +265,20 @@ def test_a_choice_is_remembered_by_machine(caplog, cache, monkeypatch):
     ["", "{", "[]", '{"machine": 3, "choices": {}}', '{"machine": {"device": "x"}, "choices": {"a": {"backend": 1}}}'],
 )
 def test_a_damaged_file_is_measured_again(text, cache):
-    assert calibrator(good).choice(*call()) == "fast"
+    assert calibrator(good).choose(*call()) == "fast"
     [path] = cache.glob("*.json")
     path.write_text(text)
-    assert calibrator(raises).choice(*call()) == "sdpa"
+    assert calibrator(raises).choose(*call()) == "sdpa"
     assert {one["backend"] for one in json.loads(path.read_text())["choices"].values()} == {"sdpa"}
     known = json.loads(path.read_text())
     known["choices"] = {key: {"backend": "of another version"} for key in known["choices"]}
     path.write_text(json.dumps(known))
-    assert calibrator(good).choice(*call()) == "fast"
+    assert calibrator(good).choose(*call()) == "fast"
 
 
 def test_a_folder_that_cannot_be_written_does_not_matter(cache):
     cache.write_text("a file")
-    assert calibrator(good).choice(*call()) == "fast"
+    assert calibrator(good).choose(*call()) == "fast"
 
 
 def test_deterministic_mode_takes_the_first_that_agrees_without_a_clock(monkeypatch):
@@ -288,19 +286,19 @@ def test_deterministic_mode_takes_the_first_that_agrees_without_a_clock(monkeypa
         raise AssertionError("timed")
 
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # to set it imports much
-    assert calibrator(good, seconds=never).choice(*call()) == "fast"
-    assert calibrator(nan, others={"second": good}, seconds=never).choice(*call("alibi")) == "second"
+    assert calibrator(good, timer=never).choose(*call()) == "fast"
+    assert calibrator(nan, others={"second": good}, timer=never).choose(*call("alibi")) == "second"
 
 
 def test_it_leaves_no_trace():
     """Generators, gradients, the caller's graph and its hooks for saved tensors are as they were."""
     q, k, v, plan = call("kerple_log")
     encoding = build("kerple_log", H, H * D)
-    plan = Plan(plan.positions, encoding.position_bias(plan.positions))
+    plan = AttentionPlan(plan.positions, encoding.position_bias(plan.positions))
     packed = []
     before = torch.get_rng_state()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
-        assert calibrator(good, seconds=calibration.stopwatch).choice(q, k, v, plan, 0.2) in ("fast", "sdpa")
+        assert calibrator(good, timer=autotune.median_seconds).choose(q, k, v, plan, 0.2) in ("fast", "sdpa")
     assert packed == [] and torch.equal(torch.get_rng_state(), before)
     assert all(x.grad is None for x in (q, k, v, *encoding.parameters()))
     reference(q, k, v, plan).sum().backward()  # the graph of the table is whole
@@ -315,21 +313,21 @@ def test_nothing_is_measured_in_a_backward_pass_or_while_compiling(monkeypatch):
 
     @torch.enable_grad()
     def ask(grad):
-        seen.append(asked.choice(q, k, v, plan))
+        seen.append(asked.choose(q, k, v, plan))
 
     y.register_hook(ask)
     y.backward()
-    assert seen == [None] and asked.choice(q, k, v, plan) == "fast"
+    assert seen == [None] and asked.choose(q, k, v, plan) == "fast"
     z = x * 2
     z.register_hook(ask)
     z.backward()
     assert seen == [None, "fast"]  # what is known is used
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert asked.choice(q, k, v, plan) is None
+    assert asked.choose(q, k, v, plan) is None
 
 
 def test_auto_measures_nothing_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(backends.calibrator, "_settled", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(backends.autotuner, "_agree_on_backend", lambda *args: pytest.fail("measured"))
     given = call("alibi")
     torch.testing.assert_close(backends.auto(*given), sdpa(*given))
 
@@ -362,7 +360,7 @@ def test_a_model_gives_the_same_loss_and_gradients(rpe, task, monkeypatch):
     for fast, wanted in ((counted, {"fast"}), (nan, set()), (fails_later, {"failed"})):
         used.clear()
         made = calibrator(fast, machine=lambda device, name=fast.__name__: {"device": name})
-        monkeypatch.setattr(backends, "calibrator", made)
+        monkeypatch.setattr(backends, "autotuner", made)
         monkeypatch.setitem(BACKENDS, "fast", BACKENDS["sdpa"].__class__(fast))
         for a, b in zip(expected, losses("auto"), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -376,8 +374,8 @@ def test_ranks_agree_through_a_store():
     clocks = {"a": clock(good=0.5), "b": clock(good=2.0)}
 
     def rank(name):
-        os_free = {"machine": lambda device: MACHINE, "store": lambda: store, "seconds": clocks[name]}
-        found[name] = calibrator(good, **os_free).choice(*call())
+        os_free = {"machine": lambda device: MACHINE, "store": lambda: store, "timer": clocks[name]}
+        found[name] = calibrator(good, **os_free).choose(*call())
 
     threads = [threading.Thread(target=rank, args=(name,)) for name in clocks]
     for thread in threads:
@@ -385,14 +383,18 @@ def test_ranks_agree_through_a_store():
     for thread in threads:
         thread.join()
     assert found["a"] == found["b"]
-    assert calibrator(good, store=lambda: store, seconds=clocks["b"]).choice(*call()) == found["a"]
+    assert calibrator(good, store=lambda: store, timer=clocks["b"]).choose(*call()) == found["a"]
     # one that decides nothing, and one whose decider is gone
-    assert agreed("nothing", lambda: None, 1.0, store) is agreed("nothing", lambda: "fast", 1.0, store) is None
+    assert (
+        agree_on_backend("nothing", lambda: None, 1.0, store)
+        is agree_on_backend("nothing", lambda: "fast", 1.0, store)
+        is None
+    )
     with pytest.raises(KeyError):
-        agreed("fails", lambda: {}["x"], 1.0, store)
-    assert agreed("fails", lambda: "fast", 1.0, store) is None
+        agree_on_backend("fails", lambda: {}["x"], 1.0, store)
+    assert agree_on_backend("fails", lambda: "fast", 1.0, store) is None
     store.add("fairseq_rpe/attention/gone/asked", 1)
-    assert agreed("gone", lambda: "fast", 0.05, store) is None
+    assert agree_on_backend("gone", lambda: "fast", 0.05, store) is None
 
 
 PROCESS = """
@@ -401,14 +403,14 @@ sys.path.insert(0, "tests/attention")
 rank, place = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
 from test_calibration import call, calibrator, clock, good
-from fairseq_rpe.attention.rank_consensus import store_of_ranks
-settings = {"store": store_of_ranks, "seconds": clock(good=(0.5, 2.0)[rank])}
+from fairseq_rpe.attention.autotune import rank_store
+settings = {"store": rank_store, "timer": clock(good=(0.5, 2.0)[rank])}
 made = calibrator(good, **settings)
-both = made.choice(*call(grads=False))
+both = made.choose(*call(grads=False))
 alone = calibrator(good, **{**settings, "store": lambda: None})
-alone.choice(*call(("alibi", "nope")[rank]))  # other kinds on each rank, into one file
+alone.choose(*call(("alibi", "nope")[rank]))  # other kinds on each rank, into one file
 if rank:
-    made.choice(*call("t5_bias", padded=True))  # which the other rank never meets
+    made.choose(*call("t5_bias", padded=True))  # which the other rank never meets
 print(both)
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
@@ -417,13 +419,13 @@ torch.distributed.destroy_process_group()
 
 def test_ranks_meet_in_the_store_of_their_training(monkeypatch):
     store, ranks = torch.distributed.HashStore(), 2
-    assert store_of_ranks() is None
+    assert rank_store() is None
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    assert store_of_ranks() is store
+    assert rank_store() is store
     ranks = 1
-    assert store_of_ranks() is None
+    assert rank_store() is None
 
 
 @pytest.mark.release
@@ -444,6 +446,6 @@ def test_what_cannot_be_measured_is_said_once_and_the_plain_backend_taken(caplog
         raise OSError("no such device")
 
     asked = calibrator(machine=machine)
-    assert [asked.choice(*call()) for _ in range(2)] == [None, None]
-    [line] = [r.message for r in caplog.records if r.name == calibration.__name__]
+    assert [asked.choose(*call()) for _ in range(2)] == [None, None]
+    [line] = [r.message for r in caplog.records if r.name == autotune.__name__]
     assert "nothing could be measured for " in line and "no such device" in line

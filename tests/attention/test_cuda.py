@@ -7,7 +7,7 @@ import torch
 from conftest import TRAIN_FLAGS
 from in_process import fairseq
 
-from fairseq_rpe.attention import Plan, auto, reference, sdpa
+from fairseq_rpe.attention import AttentionPlan, auto, reference, sdpa
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.modules import cross_entropy
@@ -25,7 +25,7 @@ def gradients(attend, spec, n, dtype, dropout, padded):
         padding = torch.zeros(2, n, dtype=torch.bool, device="cuda")
         padding[0, :5] = True
     torch.manual_seed(1)
-    out = attend(q, k, v, Plan(pos, encoding.position_bias(pos), padding), dropout)
+    out = attend(q, k, v, AttentionPlan(pos, encoding.position_bias(pos), padding), dropout)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out))
     return [out, q.grad, k.grad, v.grad, *(p.grad for p in encoding.parameters())]
 

@@ -9,11 +9,11 @@ from calls import assert_same
 from test_sdpa import outcome
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import Plan, reference, scaled_distance_bias, sdpa
-from fairseq_rpe.attention.scaled_distance_bias import ScaledDistanceBlocks, last_row
-from fairseq_rpe.core import DenseBias, PairBias, Positions, ScaledDistanceBias, block
+from fairseq_rpe.attention import AttentionPlan, reference, scaled_distance_bias, sdpa
+from fairseq_rpe.attention.scaled_distance_bias import ScaledDistanceBlocks, last_row_bias
+from fairseq_rpe.core import DenseBias, PairBias, Positions, ScaledDistanceBias
 from fairseq_rpe.encodings import build
-from fairseq_rpe.encodings.piecewise_linear import straight_pieces
+from fairseq_rpe.encodings.piecewise_linear import linear_pieces
 
 SPECS = [
     "fire",
@@ -35,8 +35,8 @@ def trained(spec: str, seed: int = 0, size: float = 2.0):
 
 def values(pieces, x):
     """(H, len(x)) float64 of the pieces at points x."""
-    p = torch.bucketize(x.to(pieces.ends.dtype), pieces.ends, right=True)
-    return pieces.value[:, p].double() + pieces.slope[:, p].double() * (x - pieces.middle[p].double())
+    p = torch.bucketize(x.to(pieces.breakpoints.dtype), pieces.breakpoints, right=True)
+    return pieces.value[:, p].double() + pieces.slope[:, p].double() * (x - pieces.midpoints[p].double())
 
 
 @pytest.mark.parametrize("size", [1.0, 4.0])
@@ -51,18 +51,18 @@ def test_pieces_equal_the_network(spec, size):
             exact = F.linear(exact, weight.double(), bias.double())
             exact = exact if activation is None else activation(exact)
         for dtype, rounding in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
-            pieces = straight_pieces(fire.stages(), 1.0, dtype)
+            pieces = linear_pieces(fire.stages(), 1.0, dtype)
             off = (values(pieces, x) - exact.T).abs().amax(1)
             assert (off <= rounding * (1 + exact.abs().max())).all()
-        assert len(pieces.middle) < 5000
+        assert len(pieces.midpoints) < 5000
 
 
 def test_kinks_of_a_network_by_hand():
     """relu(x - 1/4) - 2·relu(x - 1/2) + 1, and a unit whose kink is outside."""
     first = torch.tensor([[1.0], [1.0], [1.0]]), torch.tensor([-0.25, -0.5, 2.0]), F.relu
     last = torch.tensor([[1.0, -2.0, 0.0]]), torch.tensor([1.0]), None
-    pieces = straight_pieces([first, last], 1.0, torch.float64)
-    assert pieces.ends.tolist() == pytest.approx([0.25, 0.5])
+    pieces = linear_pieces([first, last], 1.0, torch.float64)
+    assert pieces.breakpoints.tolist() == pytest.approx([0.25, 0.5])
     assert pieces.slope.tolist() == [[0.0, 1.0, -1.0]]
     assert values(pieces, torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)).tolist() == [[1.0, 1.25, 0.75]]
 
@@ -86,7 +86,7 @@ def both_ways(pos, spec="fire:init_L=30"):
     """The output of sdpa, which is that of the reference, and the form."""
     form = trained(spec).position_bias(pos)
     q, k, v = torch.randn(3, 2, 4, pos.q.shape[1], 8, generator=torch.Generator().manual_seed(0))
-    expected, found = (attend(q, k, v, Plan(pos, form)) for attend in (reference, sdpa))
+    expected, found = (attend(q, k, v, AttentionPlan(pos, form)) for attend in (reference, sdpa))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     return found, form
 
@@ -119,7 +119,7 @@ def test_first_and_second_derivatives_of_smooth_networks(spec):
     n, fire = 260, build(spec, 2, 8, 64).double()  # more than CURVE_FROM
     names, parameters = zip(*fire.named_parameters(), strict=True)
     q, k, v, w = torch.randn(4, 1, 2, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plan = Plan(pos := Positions.arange(n, dtype=torch.float64), fire.position_bias(pos))
+    plan = AttentionPlan(pos := Positions.arange(n, dtype=torch.float64), fire.position_bias(pos))
     found = []
     for attend in (sdpa, reference):
         first = torch.autograd.grad((attend(q, k, v, plan) * w).sum(), parameters, create_graph=True)
@@ -135,11 +135,18 @@ def test_bands_of_a_block(spec, start, bands):
     """Beyond L a few distances of a block are in two pieces, below it none; the block is the network's all the same."""
     n, stop, pos = 2048, start + 128, Positions.arange(2048)
     form = trained(spec).position_bias(pos)
-    pieces = form.pieces(1.0)
-    tensors = pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
+    pieces = form.make_pieces(1.0)
+    tensors = (
+        pieces.value,
+        pieces.slope,
+        form.distance_values,
+        form.query_scale[0],
+        pieces.breakpoints,
+        pieces.midpoints,
+    )
     bias = ScaledDistanceBlocks(n, torch.zeros(1, 4, n, 8), *tensors)
     found = bias.block(start, stop, slice(1, 3)).flip(1)
-    expected = block(form, pos, slice(start, stop), slice(stop))[0, 1:3]
+    expected = form.materialize(pos, slice(start, stop), slice(stop))[0, 1:3]
     seen = torch.arange(stop) <= torch.arange(start, stop)[:, None]
     torch.testing.assert_close(found[:, seen], expected[:, seen], rtol=1e-5, atol=1e-5)
     assert (found[:, ~seen] == -math.inf).all()
@@ -150,8 +157,8 @@ def test_bands_of_a_block(spec, start, bands):
 def test_runs_that_are_close_are_one():
     mixed = torch.zeros(80, dtype=torch.bool)
     mixed[[3, 4, 10, 60]] = True
-    assert scaled_distance_bias._runs(mixed) == [(3, 11), (60, 61)]
-    assert scaled_distance_bias._runs(mixed[:3]) == []
+    assert scaled_distance_bias._join_runs(mixed) == [(3, 11), (60, 61)]
+    assert scaled_distance_bias._join_runs(mixed[:3]) == []
 
 
 def test_the_last_row_of_a_curve():
@@ -159,8 +166,8 @@ def test_the_last_row_of_a_curve():
     at = torch.arange(77.0)[None] + torch.tensor([[0.0], [9.0]])
     pos = Positions(at[:, -1:], at)
     form = trained("fire:init_L=30").position_bias(pos)
-    pieces = form.pieces(1.0)
-    row = last_row(form, pieces, 1.0)
+    pieces = form.make_pieces(1.0)
+    row = last_row_bias(form, pieces, 1.0)
     assert isinstance(row, DenseBias) and row.bias.shape == (2, 4, 1, 77)
-    torch.testing.assert_close(row.bias, block(form, pos), rtol=1e-5, atol=1e-5)
-    assert last_row(form, pieces, 0.5) is form
+    torch.testing.assert_close(row.bias, form.materialize(pos), rtol=1e-5, atol=1e-5)
+    assert last_row_bias(form, pieces, 0.5) is form

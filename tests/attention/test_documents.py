@@ -15,9 +15,9 @@ from specs import representatives
 
 from fairseq_rpe import RelativeAttention, attend
 from fairseq_rpe.attention import BACKENDS
-from fairseq_rpe.attention.calibration_inputs import small
-from fairseq_rpe.attention.call_signature import kind_of
-from fairseq_rpe.attention.forward import plan_of, separated
+from fairseq_rpe.attention.autotune import call_signature
+from fairseq_rpe.attention.autotune_inputs import sample_call
+from fairseq_rpe.attention.forward import build_plan, positions_from_documents
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build
 
@@ -41,11 +41,11 @@ def test_attention_is_that_of_each_document_alone(spec):
         if encoding.has_token_features
         else None
     )
-    found = attend(q, k, v, encoding, documents=numbered(LENGTHS).to(DEVICE), notes=notes, backend="reference")
+    found = attend(q, k, v, encoding, documents=numbered(LENGTHS).to(DEVICE), features=notes, backend="reference")
     for row, tokens in parts(LENGTHS):
         at = row, slice(None), tokens
         own = None if notes is None else notes[at]
-        alone = attend(q[at], k[at], v[at], encoding, notes=own, backend="reference")
+        alone = attend(q[at], k[at], v[at], encoding, features=own, backend="reference")
         torch.testing.assert_close(found[at], alone, rtol=0, atol=5e-5)
 
 
@@ -80,13 +80,13 @@ def test_a_model_reads_each_document_as_if_it_were_alone(task, spec):
 
 
 def test_documents_are_a_kind_of_call_of_their_own():
-    pos, last_query = separated(numbered(LENGTHS).to(DEVICE))
+    pos, last_query = positions_from_documents(numbered(LENGTHS).to(DEVICE))
     q = torch.zeros(B, H, 37, D, device=DEVICE)
-    plan = plan_of(lively("alibi"), pos, None, BACKENDS["sdpa"], last_query=last_query)
-    plain = plan_of(lively("alibi"), Positions.arange(37, device=DEVICE), None, BACKENDS["sdpa"])
-    assert "documents" in str(kind_of(q, q, q, plan)) and "documents" not in str(kind_of(q, q, q, plain))
-    sample = small(q, q, q, plan, 0.0)
-    assert not bool(sample.plan.visible(37, 37, q.device)[0, 0, -1, 0])
+    plan = build_plan(lively("alibi"), pos, None, BACKENDS["sdpa"], last_query=last_query)
+    plain = build_plan(lively("alibi"), Positions.arange(37, device=DEVICE), None, BACKENDS["sdpa"])
+    assert "documents" in str(call_signature(q, q, q, plan)) and "documents" not in str(call_signature(q, q, q, plain))
+    sample = sample_call(q, q, q, plan, 0.0)
+    assert not bool(sample.plan.visibility(37, 37, q.device)[0, 0, -1, 0])
 
 
 Q, TWO = torch.zeros(1, H, 4, D), torch.tensor([[0, 0, 1, 1]])
@@ -124,8 +124,8 @@ def test_what_contradicts_documents_is_refused(call, words):
 
 
 def test_pruning_is_refused():
-    pos, last_query = separated(TWO)
-    plan = plan_of(build("alibi", H, H * D), pos, None, BACKENDS["sdpa"], 0.1, last_query=last_query)
+    pos, last_query = positions_from_documents(TWO)
+    plan = build_plan(build("alibi", H, H * D), pos, None, BACKENDS["sdpa"], 0.1, last_query=last_query)
     with torch.no_grad(), pytest.raises(UserError, match="not pruned"):
         BACKENDS["sdpa"](Q, Q, Q, plan)
 

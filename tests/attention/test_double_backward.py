@@ -15,7 +15,16 @@ from fairseq_rpe.core import UserError
 from fairseq_rpe.modules.cross_entropy import CHUNK, linear_cross_entropy
 
 H, D = 2, 32
-KINDS = ["nope", "window:window=5", "kerple_log", "fire", "shaw:clip=5,values=true", "dape", "rerope:window=8", "clex"]
+KINDS = [
+    "nope",
+    "window:window=5",
+    "kerple_log",
+    "fire",
+    "shaw:max_distance=5,values=true",
+    "dape",
+    "rerope:window=8",
+    "clex",
+]
 
 
 def second(spec, n, backend="auto", *, m=None, constant=True, dtype=torch.float64, width=8, around=attend, **options):
@@ -27,7 +36,7 @@ def second(spec, n, backend="auto", *, m=None, constant=True, dtype=torch.float6
             p.add_(0.05 * torch.randn_like(p))
     q, k, v = (torch.randn(2, H, length, width).to(dtype).requires_grad_() for length in (n, m or n, m or n))
     notes = encoding.token_features(torch.randn(2, n, H * width).to(dtype)) if encoding.has_token_features else None
-    out = around(q, k, v, encoding, backend=backend, notes=notes, **options)
+    out = around(q, k, v, encoding, backend=backend, features=notes, **options)
     grad = torch.randn(out.shape).to(dtype).requires_grad_(not constant)
     inputs = [q, k, v, *encoding.parameters()]
     first = torch.autograd.grad(out, inputs, grad, create_graph=True, allow_unused=True)
@@ -67,7 +76,7 @@ def test_with_dropout(spec, n):
 
 
 @pytest.mark.parametrize("n", [1, 140])
-@pytest.mark.parametrize("spec", ["nope", "alibi", "kerple_log", "shaw:clip=5"])
+@pytest.mark.parametrize("spec", ["nope", "alibi", "kerple_log", "shaw:max_distance=5"])
 def test_of_the_last_queries_with_padding_in_blocks(spec, n, monkeypatch):
     monkeypatch.setattr(sys.modules["fairseq_rpe.attention.sdpa"], "PAIR_ELEMENTS", 1)
     padding = torch.zeros(2, 150, dtype=torch.bool)
@@ -113,7 +122,7 @@ def test_third_derivatives_are_refused(n):
 
 
 def test_the_adjoint_equation_has_none():
-    with pytest.raises(UserError, match="no second derivatives: leave adjoint=true out"):
+    with pytest.raises(UserError, match="no second derivatives: leave out adjoint=true"):
         second("floater:steps=1,adjoint=true", 9)
 
 

@@ -13,10 +13,10 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
-from fairseq_rpe.attention import BACKENDS, Plan, check_training, reference
+from fairseq_rpe.attention import BACKENDS, AttentionPlan, check_training, reference
 from fairseq_rpe.attention import flex as backend
-from fairseq_rpe.attention.flex import KEPT_MASKS, _block_mask, _causal_mask, _mask, flex, score_mod
-from fairseq_rpe.attention.forward import plan_of, separated
+from fairseq_rpe.attention.flex import CACHED_MASKS, _block_mask, _causal_mask, _mask, flex, score_mod
+from fairseq_rpe.attention.forward import build_plan, positions_from_documents
 from fairseq_rpe.core import (
     DenseBias,
     PairBias,
@@ -25,7 +25,6 @@ from fairseq_rpe.core import (
     Positions,
     ScaledDistanceBias,
     ToeplitzBias,
-    block,
 )
 from fairseq_rpe.encodings import DistanceBias, build
 from fairseq_rpe.encodings.alibi import Alibi
@@ -43,7 +42,7 @@ def release(spec, call):
 
 # every kind of bias (none, tables, curves, functions of two positions, those of the tokens) and every kind of call
 CALLS = [
-    *((spec, in_documents(301)) for spec in ("kerple_log", "fire", "shaw:clip=5", "deberta", "forgetting")),
+    *((spec, in_documents(301)) for spec in ("kerple_log", "fire", "shaw:max_distance=5", "deberta", "forgetting")),
     *((spec, padded(131)) for spec in ("nope", "window:window=5", "tupe")),
     *((spec, padded(5, 41)) for spec in ("fire", "music:max_distance=9")),
     ("t5_bias", {"n": 1, "m": 33}),
@@ -56,7 +55,7 @@ CALLS = [
     # each of these again in the other calls
     *(release(spec, in_documents(301)) for spec in ("nope", "transformer_xl")),
     *(release(spec, padded(131)) for spec in ("kerple_log", "fire", "deberta")),
-    *(release(spec, padded(5, 41)) for spec in ("alibi", "shaw:clip=5")),
+    *(release(spec, padded(5, 41)) for spec in ("alibi", "shaw:max_distance=5")),
     *(release(spec, {"n": 1, "m": 33}) for spec in ("nope", GELU)),
     release("kerple_log", padded(70) | {"dtype": torch.bfloat16}),
     release(table(20, 2), {"n": 33}),
@@ -90,7 +89,7 @@ def backward(monkeypatch):
     """FlexAttention's backward pass, on the CPU too: torch refuses it there, but has its formula with n² matrices."""
     if DEVICE == "cpu":
         monkeypatch.setattr(torch_flex, "_validate_device", lambda q, k, v: None)
-        monkeypatch.setattr(backend, "refusal", lambda q, k, v, plan, dropout: None)
+        monkeypatch.setattr(backend, "refusal_reason", lambda q, k, v, plan, dropout: None)
         compiled = torch.compile(torch_flex.flex_attention, dynamic=True, fullgraph=True, backend="aot_eager")
         monkeypatch.setattr(backend, "_compiled", lambda device: compiled)
 
@@ -118,8 +117,8 @@ def test_distances_at_warped_positions(spec):
     form = build(spec, H, H * D, 64).to(DEVICE).position_bias(pos)
     assert isinstance(form, PointwiseBias)
     zero = torch.zeros((), dtype=torch.long, device=DEVICE)
-    pairs = score_mod(Plan(pos, form), B)(torch.zeros(H, 37, 37, device=DEVICE), zero, h, i[:, None], i)
-    a, b = (x.masked_fill(i > i[:, None], 0.0) for x in (block(form, pos)[0], pairs))
+    pairs = score_mod(AttentionPlan(pos, form), B)(torch.zeros(H, 37, 37, device=DEVICE), zero, h, i[:, None], i)
+    a, b = (x.masked_fill(i > i[:, None], 0.0) for x in (form.materialize(pos)[0], pairs))
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -143,7 +142,7 @@ def test_an_encoding_that_says_its_bias_for_all_heads_at_once_has_no_scalar_form
 
     own = Own(Alibi.Config(), H, H * D)
     assert type(own.position_bias(warped(7))) is PairBias
-    assert block(own.position_bias(warped(7)), warped(7))[0, :, 3, 1].tolist() == pytest.approx([1 - 3**0.9] * H)
+    assert own.position_bias(warped(7)).materialize(warped(7))[0, :, 3, 1].tolist() == pytest.approx([1 - 3**0.9] * H)
 
 
 @pytest.mark.parametrize("close", [False, True])
@@ -155,8 +154,10 @@ def test_pieces_are_found(close):
     count = len(ends) + 1
     pieces = PiecewiseLinear(ends, torch.zeros(count), torch.arange(float(count)).expand(H, -1), torch.zeros(H, count))
     x = torch.cat([ends, ends.nextafter(torch.tensor(0.0)), torch.linspace(0, 1, 999), torch.tensor([0.0, 1.0, 1e9])])
-    form = ScaledDistanceBias(None, far=x, near=torch.ones(1, len(x)), pieces=lambda top: pieces)
-    add = score_mod(Plan(Positions.arange(len(x)), form), 1)
+    form = ScaledDistanceBias(
+        None, distance_values=x, query_scale=torch.ones(1, len(x)), make_pieces=lambda top: pieces
+    )
+    add = score_mod(AttentionPlan(Positions.arange(len(x)), form), 1)
     i, zero = torch.arange(len(x)), torch.zeros((), dtype=torch.long)
     assert torch.equal(add(torch.zeros(len(x)), zero, zero, i, zero).long(), torch.bucketize(x, ends, right=True))
 
@@ -169,13 +170,13 @@ def inputs(n):
 def test_rows_that_see_nothing_give_zero():
     padding, pos = left_padding(37, 5).to(DEVICE), Positions.arange(37, device=DEVICE)
     padding[1] = True
-    out = flex(*inputs(37), Plan(pos, build("alibi", H, H * D).to(DEVICE).position_bias(pos), padding))
+    out = flex(*inputs(37), AttentionPlan(pos, build("alibi", H, H * D).to(DEVICE).position_bias(pos), padding))
     assert not out[0, :, :5].any() and not out[1].any() and out[0, :, 5:].abs().amin() > 0
 
 
 @pytest.mark.parametrize("argument", [0, 1])
 def test_nan_in_queries_or_keys_propagates(argument):
-    qkv, plan = inputs(35), Plan(Positions.arange(35, device=DEVICE))
+    qkv, plan = inputs(35), AttentionPlan(Positions.arange(35, device=DEVICE))
     qkv[argument][0, 1, 20, 0] = math.nan
     a, b = reference(*qkv, plan), flex(*qkv, plan)
     torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, equal_nan=True)
@@ -192,7 +193,7 @@ def test_block_mask_in_closed_form(n, m):
     def visible(b, h, i, j):
         return j <= i + m - n
 
-    ours = _block_mask(n, m, torch.device("cpu"), visible, whole=True)
+    ours = _block_mask(n, m, torch.device("cpu"), visible, skip_mask_below=True)
     theirs = create_block_mask(visible, None, None, n, m, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense()) and ours.shape == theirs.shape
     assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
@@ -200,13 +201,13 @@ def test_block_mask_in_closed_form(n, m):
         some, full = ours.kv_num_blocks[0, 0, row], ours.full_kv_num_blocks[0, 0, row]
         assert set(ours.kv_indices[0, 0, row, :some].tolist()) == set(theirs.kv_indices[0, 0, row, :some].tolist())
         assert ours.full_kv_indices[0, 0, row, :full].tolist() == list(range(full))
-    assert _block_mask(n, m, torch.device("cpu"), visible, whole=False).full_kv_num_blocks.sum() == 0
+    assert _block_mask(n, m, torch.device("cpu"), visible, skip_mask_below=False).full_kv_num_blocks.sum() == 0
 
 
 def test_blocks_of_other_documents_are_left_out():
     n, q = 512, torch.zeros(1, 1, 512, D)
-    pos, last_query = separated(torch.tensor([[0] * 200 + [1] * 312]))
-    mask = _mask(plan_of(build("nope", H, H * D), pos, None, BACKENDS["flex"], last_query=last_query), q, q)
+    pos, last_query = positions_from_documents(torch.tensor([[0] * 200 + [1] * 312]))
+    mask = _mask(build_plan(build("nope", H, H * D), pos, None, BACKENDS["flex"], last_query=last_query), q, q)
     seen = [sorted(mask.kv_indices[0, 0, i, : mask.kv_num_blocks[0, 0, i]].tolist()) for i in range(n // 128)]
     assert seen == [[0], [0, 1], [1, 2], [1, 2, 3]]
 
@@ -214,9 +215,9 @@ def test_blocks_of_other_documents_are_left_out():
 def test_masks_are_kept_and_bounded():
     device = torch.device(DEVICE)
     assert _causal_mask(40, 40, device) is _causal_mask(40, 40, device)
-    for n in range(1, KEPT_MASKS + 10):
+    for n in range(1, CACHED_MASKS + 10):
         _causal_mask(n, n, device)
-    assert _causal_mask.cache_info().currsize == KEPT_MASKS
+    assert _causal_mask.cache_info().currsize == CACHED_MASKS
 
 
 @pytest.mark.parametrize(("spec", "even"), [("kerple_log", True), ("fire", True), ("kerple_log", False)])
@@ -227,7 +228,7 @@ def test_new_lengths_and_layers_do_not_compile_again(spec, even):
         torch.manual_seed(seed)
         pos = Positions.arange(n, device=DEVICE) if even else warped(n)
         q = torch.randn(rows, H, n, D, device=DEVICE)
-        flex(q, q, q, Plan(pos, build(spec, H, H * D).to(DEVICE).position_bias(pos)))
+        flex(q, q, q, AttentionPlan(pos, build(spec, H, H * D).to(DEVICE).position_bias(pos)))
 
     attend(140)
     before = counters["stats"]["unique_graphs"]
@@ -250,7 +251,7 @@ def test_what_trains_on_which_device():
 
 @ON_CPU
 def test_refusals():
-    (q, k, v), plan = inputs(5), Plan(Positions.arange(5))
+    (q, k, v), plan = inputs(5), AttentionPlan(Positions.arange(5))
     with torch.enable_grad():
         for own, form in (
             (q.clone().requires_grad_(), None),
@@ -258,11 +259,11 @@ def test_refusals():
             (q, build("fire", H, H * D).position_bias(plan.positions)),
         ):
             with refused("no backward pass on the CPU: use 'sdpa'"):
-                flex(own, k, v, Plan(plan.positions, form))
+                flex(own, k, v, AttentionPlan(plan.positions, form))
     with refused("no attention dropout, and 0.1 .*: set it to 0 or use 'sdpa'"):
         flex(q, k, v, plan, 0.1)
     with refused("needs all scores of a query, which backend 'flex' never holds: use 'sdpa'"):
-        flex(q, k, v, Plan(plan.positions, transform_scores=lambda scores, q, pos: scores))
+        flex(q, k, v, AttentionPlan(plan.positions, transform_scores=lambda scores, q, pos: scores))
     for spec, words in (
         ("huang:method=3,max_distance=5", "backend 'flex' has no products .*: use 'sdpa'"),
         ("music:max_distance=1200", "table of at most 1,024 distances, and this one has 1,201: use 'sdpa'"),
@@ -285,7 +286,7 @@ def test_refusals_on_a_gpu(width, dtype, form, words):
     with FakeTensorMode():
         q = torch.zeros(1, H, 4, width, device="cuda", dtype=dtype)
         with refused(words):
-            flex(q, q, q, Plan(Positions.arange(4), form))
+            flex(q, q, q, AttentionPlan(Positions.arange(4), form))
 
 
 def test_whole_model(task):

@@ -18,10 +18,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fairseq_rpe
 from fairseq_rpe import RelativeAttention, attend, build
-from fairseq_rpe.attention import Plan, functional, reference
-from fairseq_rpe.attention.forward import counted
+from fairseq_rpe.attention import AttentionPlan, functional, reference
+from fairseq_rpe.attention.forward import positions_from_padding
 from fairseq_rpe.core import Positions
-from fairseq_rpe.encodings import Encoding, export
+from fairseq_rpe.encodings import Encoding, interface
 
 H, D, B = 4, 16, 2
 PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
@@ -52,11 +52,11 @@ def with_gradients(function, encoding: Encoding, n: int, dtype: torch.dtype) -> 
 
 def by_reference(q, k, v, encoding):
     pos = Positions.arange(q.shape[2])
-    if regions := encoding.regions(pos):
-        return reference(q, k, v, Plan(pos, rotate=encoding.rotate, regions=regions))
+    if regions := encoding.rotation_regions(pos):
+        return reference(q, k, v, AttentionPlan(pos, rotate=encoding.rotate, rotation_regions=regions))
     q, k = encoding.rotate(q, pos.q, pos), encoding.rotate(k, pos.k, pos, key=True)
     v = encoding.value(v, pos)
-    return reference(q, k, v, Plan(pos, encoding.position_bias(pos)))
+    return reference(q, k, v, AttentionPlan(pos, encoding.position_bias(pos)))
 
 
 def by_mask(q, k, v, encoding):
@@ -126,10 +126,10 @@ def test_padding_before_a_row_and_in_its_middle_changes_nothing(spec):
     padding[0, :3] = True
     padding[1, 15:25] = spec not in READERS
     notes = encoding.token_features(x) if encoding.has_token_features else None
-    out = attend(q, k, v, encoding, padding=padding, notes=notes)
+    out = attend(q, k, v, encoding, padding=padding, features=notes)
     for row, real in enumerate(~padding):
         own = None if notes is None else notes[row : row + 1, :, real]
-        alone = attend(*(y[row : row + 1, :, real] for y in (q, k, v)), encoding, notes=own)
+        alone = attend(*(y[row : row + 1, :, real] for y in (q, k, v)), encoding, features=own)
         torch.testing.assert_close(out[row : row + 1, :, real], alone, rtol=1e-5, atol=1e-5)
 
 
@@ -226,7 +226,7 @@ def test_an_encoding_that_changes_scores():
     expected = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf).softmax(-1) @ v
     torch.testing.assert_close(attend(q, k, v, encoding), expected, rtol=1e-5, atol=1e-5)
     for unable in (encoding.mask, encoding.score_mod):
-        with refused("Squared depends on what the tokens are, .*: call fairseq_rpe.attend"):
+        with refused("Squared depends on the tokens, .*: call fairseq_rpe.attend"):
             unable(7)
 
 
@@ -256,7 +256,7 @@ def test_the_package_names_them_and_loads_them_late():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_examples():
-    for module in (functional, export):
+    for module in (functional, interface):
         failed, tried = doctest.testmod(module)
         assert tried and not failed
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -276,7 +276,7 @@ def test_float64_has_positions_in_float64(spec):
         assert torch.equal(attend(q, k, v, encoding, **options), exact)
     if not encoding.length_dependent:
         assert torch.equal(attend(q, k, v, encoding, padding=padding)[:1], exact[:1])
-    assert counted(padding, 37, True, torch.float64)[0].k.dtype == torch.float64
+    assert positions_from_padding(padding, 37, True, torch.float64)[0].k.dtype == torch.float64
 
 
 def test_rope_in_float64_is_exact_to_its_digits():

@@ -8,7 +8,7 @@ from conftest import make_model
 from refusal import refused
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import Plan, prune, reference, sdpa
+from fairseq_rpe.attention import AttentionPlan, prune, reference, sdpa
 from fairseq_rpe.core import DenseBias, Positions, ToeplitzBias
 from fairseq_rpe.encodings import build
 
@@ -44,9 +44,9 @@ TABLES = tables(N)
 ALIBI = TABLES["alibi"]
 
 
-def plan(table, eps: float = 0.0, padding=None) -> Plan:
+def plan(table, eps: float = 0.0, padding=None) -> AttentionPlan:
     """Of a table of the distance, for as many tokens as it has columns."""
-    return Plan(Positions.arange(table.shape[1]), ToeplitzBias(table), padding, prune=eps)
+    return AttentionPlan(Positions.arange(table.shape[1]), ToeplitzBias(table), padding, prune=eps)
 
 
 def assert_within_the_bound(q, k, v, table, eps, rounding, exact=None):
@@ -59,9 +59,11 @@ def pairs_kept(q, k, table, eps):
     """Pairs of queries and keys that are computed, as a part of those without pruning."""
     spans: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        partial = prune._partial
-        patch.setattr(prune, "_partial", lambda q, k, *rest: spans.append(k.shape[:3].numel()) or partial(q, k, *rest))
-        prune.pruned(q, k, torch.ones_like(q), table, eps)
+        partial = prune._partial_attention
+        patch.setattr(
+            prune, "_partial_attention", lambda q, k, *rest: spans.append(k.shape[:3].numel()) or partial(q, k, *rest)
+        )
+        prune.pruned_attention(q, k, torch.ones_like(q), table, eps)
     n = q.shape[2]
     return sum(spans) / (B * H * sum(min(start + prune.BLOCK, n) for start in range(0, n, prune.BLOCK)))
 
@@ -84,7 +86,7 @@ def test_the_weight_left_out_is_below_eps(name):
     weights = weights.masked_fill(torch.ones(N, N).triu(1).bool(), -math.inf).softmax(-1)
     blocks = math.ceil(N / prune.BLOCK)
     marks = F.one_hot(torch.arange(N) // prune.BLOCK, 16).float().expand(1, H, N, 16)
-    kept = prune.pruned(q, k, marks.contiguous(), table, eps)[..., :blocks] > 0
+    kept = prune.pruned_attention(q, k, marks.contiguous(), table, eps)[..., :blocks] > 0
     lost = (weights @ marks)[..., :blocks].masked_fill(kept, 0.0).sum(-1)
     assert lost.max() <= eps
 
@@ -153,7 +155,7 @@ def test_padded_rows_and_single_queries_are_exact():
     padding[0, :9] = True
     assert torch.equal(*(sdpa(q, k, v, plan(ALIBI[:, :600], eps, padding)) for eps in (0.0, 0.3)))
     last, form = Positions.arange(1, 600), ToeplitzBias(ALIBI[:, :600])
-    assert torch.equal(*(sdpa(q[:, :, -1:], k, v, Plan(last, form, prune=eps)) for eps in (0.0, 0.3)))
+    assert torch.equal(*(sdpa(q[:, :, -1:], k, v, AttentionPlan(last, form, prune=eps)) for eps in (0.0, 0.3)))
 
 
 def test_refusals():
@@ -165,7 +167,7 @@ def test_refusals():
         (DenseBias(torch.zeros(1, H, 8, 8)), 0.1, "needs a bias of the distance"),
     ):
         with refused(words):
-            sdpa(q, k, v, Plan(pos, form, prune=eps))
+            sdpa(q, k, v, AttentionPlan(pos, form, prune=eps))
     with refused("pruning is for evaluation"):
         sdpa(q.requires_grad_(), k, v, plan(ALIBI[:, :8], 0.1))
     with refused("exact and does not prune"):

@@ -22,9 +22,18 @@ from calls import (
 from specs import capabilities, representatives
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, content_bias, reference, sdpa, toeplitz_attention
+from fairseq_rpe.attention import (
+    BACKENDS,
+    AttentionPlan,
+    auto,
+    choose_backend,
+    content_bias,
+    reference,
+    sdpa,
+    toeplitz_attention,
+)
 from fairseq_rpe.attention.dropout import ROWS, keep_block
-from fairseq_rpe.attention.forward import counted
+from fairseq_rpe.attention.forward import positions_from_padding
 from fairseq_rpe.core import DenseBias, Positions, ToeplitzBias, UserError
 from fairseq_rpe.encodings import build
 
@@ -34,14 +43,14 @@ compare = partial(calls.compare, "sdpa", device="cpu")
 SDPA = importlib.import_module("fairseq_rpe.attention.sdpa")
 # one of each combination of capabilities, and of each other form that scores of the tokens have
 SPECS = [*representatives(), "window:window=5", "fire:exact=true", "transformer_xl", "huang:method=3,max_distance=7"]
-SPECS += ["deberta:max_distance=9,p2c=paper", "cope:scaled=content", "dape:base=fire", "music:beyond=clip"]
+SPECS += ["deberta:max_distance=9,p2c=paper", "cope:scale_on=content", "dape:base=fire", "music:out_of_range=clip"]
 
 
 def padding_on_both_sides(n: int) -> dict:
     """Row 0 begins with three pads, row 1 ends with two and has others in its middle."""
     padding = left_padding(n)
     padding[1, n - 2 :], padding[1, n // 3 : n // 3 + 10] = True, True
-    pos, hidden = counted(padding, n, False)
+    pos, hidden = positions_from_padding(padding, n, False)
     return {"n": n, "pos": pos, "padding": hidden}
 
 
@@ -123,7 +132,7 @@ def test_reference_is_the_formula():
     i, j = torch.arange(n)[:, None], torch.arange(n)[None]
     bias = (-slopes[:, None, None] * (i - j)).masked_fill(j > i, -math.inf)
     pos = Positions.arange(n)
-    got = reference(q, k, v, Plan(pos, build("alibi", H, H * D).position_bias(pos)))
+    got = reference(q, k, v, AttentionPlan(pos, build("alibi", H, H * D).position_bias(pos)))
     torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None]), rtol=1e-5, atol=1e-5)
 
 
@@ -139,7 +148,9 @@ def test_every_output_element_is_written(spec, n):
 def test_rows_that_see_nothing_give_zero(attend):
     call = padded(9)
     q, k, v = (torch.randn(B, H, 9, D) for _ in range(3))
-    out = attend(q, k, v, Plan(call["pos"], build("alibi", H, H * D).position_bias(call["pos"]), call["padding"]))
+    out = attend(
+        q, k, v, AttentionPlan(call["pos"], build("alibi", H, H * D).position_bias(call["pos"]), call["padding"])
+    )
     assert not out[0, :, :3].any() and out[0, :, 3:].abs().amin() > 0
 
 
@@ -164,16 +175,16 @@ def test_dropout_mask_is_reproducible_and_unbiased():
 
 
 def test_choose():
-    assert choose("auto") is auto
-    assert choose("sdpa").attend is sdpa and choose("reference").attend is reference
-    assert [name for name, backend in BACKENDS.items() if backend.prunes] == ["sdpa", "triton"]
+    assert choose_backend("auto") is auto
+    assert choose_backend("sdpa").attend is sdpa and choose_backend("reference").attend is reference
+    assert [name for name, backend in BACKENDS.items() if backend.supports_pruning] == ["sdpa", "triton"]
     with pytest.raises(UserError, match="unknown attention backend 'sdap'.*did you mean 'sdpa'"):
-        choose("sdap")
+        choose_backend("sdap")
 
 
 def test_changed_scores():
     q, k, v = (torch.randn(1, 1, 6, 4) for _ in range(3))
-    plan = Plan(Positions.arange(6), transform_scores=lambda scores, q, pos: torch.zeros_like(scores))
+    plan = AttentionPlan(Positions.arange(6), transform_scores=lambda scores, q, pos: torch.zeros_like(scores))
     mean = v.cumsum(2) / torch.arange(1, 7)[:, None]
     for attend in (reference, sdpa):
         torch.testing.assert_close(attend(q, k, v, plan), mean)
@@ -183,13 +194,13 @@ def test_changed_scores():
 @pytest.mark.parametrize("spec", ["alibi", "kerple_log"])
 def test_far_keys_apart(spec, dtype, tolerance, monkeypatch):
     """1101 tokens in parts of 512 rows: the keys before a part are one call, those in it a few; the last not full."""
-    calls, plain = [], toeplitz_attention.flash
+    calls, plain = [], toeplitz_attention.flash_attention
 
     def flash(q, k, *args, **named):
         calls.append((q.shape[2], k.shape[2]))
         return plain(q, k, *args, **named)
 
-    monkeypatch.setattr(toeplitz_attention, "flash", flash)
+    monkeypatch.setattr(toeplitz_attention, "flash_attention", flash)
     monkeypatch.setattr(toeplitz_attention, "FAR_ROWS", 512)
     compare(spec, tolerance, n=1101, dtype=dtype)
     near = [(256, 256), (256, 512)]
@@ -217,9 +228,11 @@ def test_long_rows_are_computed_document_by_document(spec, monkeypatch):
     """On a CPU: the bias is never a matrix of all pairs, in the forward pass or the backward one."""
     documents = torch.tensor([[0] + 170 * [1] + 130 * [2], 151 * [0] + 150 * [1]])
     expected = outcome("reference", spec, 301, documents=documents)
-    monkeypatch.setattr(SDPA, "CURVE_FROM", 2)
-    monkeypatch.setattr(SDPA, "_by_blocks", None)
-    monkeypatch.setattr(SDPA, "_one", lambda q, k, v, plan, dropout: v)  # of one token, whose weight is 1
+    monkeypatch.setattr(SDPA, "CURVE_TOKENS", 2)
+    monkeypatch.setattr(SDPA, "_attend_in_blocks", None)
+    monkeypatch.setattr(
+        SDPA, "_attend_single_query", lambda q, k, v, plan, dropout: v
+    )  # of one token, whose weight is 1
     assert_same(expected, outcome("sdpa", spec, 301, documents=documents), 1e-4)
 
 

@@ -7,11 +7,16 @@ import torch
 from calls import INPUTS, assert_same, table
 from test_sdpa import compare, outcome
 
-from fairseq_rpe.attention import dense_cpu, sdpa
-from fairseq_rpe.attention.forward import plan_of
-from fairseq_rpe.attention.relative_shift import quick_block, skewed, unskewed
-from fairseq_rpe.attention.toeplitz_views import along_diagonals, diagonal_sums
-from fairseq_rpe.core import KeyTableBias, Positions, QueryTableBias, SumBias, ToeplitzBias, block
+from fairseq_rpe.attention import sdpa, toeplitz_attention
+from fairseq_rpe.attention.forward import build_plan
+from fairseq_rpe.attention.relative_shift import (
+    along_diagonals,
+    diagonal_sums,
+    inverse_relative_shift,
+    materialize_fast,
+    relative_shift,
+)
+from fairseq_rpe.core import KeyTableBias, Positions, QueryTableBias, SumBias, ToeplitzBias
 from fairseq_rpe.encodings import build
 
 B, H, D = 2, 4, 16
@@ -23,7 +28,7 @@ SIZES = {"heads": H, "width": D}
 def test_short_texts(spec, dropout, monkeypatch):
     """Groups of several rows of the batch, of one row, and of single heads; the longest short text and the next."""
     for elements, lengths in ((1 << 18, (2, 61, 128, 129)), (5 * 61**2, (61,)), (1, (61, 128))):
-        monkeypatch.setattr(dense_cpu, "ELEMENTS", elements)
+        monkeypatch.setattr(toeplitz_attention, "DENSE_GROUP_ELEMENTS", elements)
         for n in lengths:
             compare(spec, n=n, dropout=dropout, rows=3, **SIZES)
     a, b = (outcome(x, spec, 61, dtype=torch.bfloat16, dropout=dropout, **SIZES) for x in ("reference", "sdpa"))
@@ -36,7 +41,7 @@ def test_short_texts(spec, dropout, monkeypatch):
 def test_short_texts_in_bfloat16_have_gradients_of_float32(spec):
     """To the bit those of the same numbers in float32, rounded once."""
     torch.manual_seed(0)
-    plan = plan_of(build(spec, H, 64), Positions.arange(61), None, "sdpa")
+    plan = build_plan(build(spec, H, 64), Positions.arange(61), None, "sdpa")
     low = [torch.randn(B, H, 61, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     wide = [x.detach().float().requires_grad_() for x in low]
     outs = [sdpa(*inputs, plan) for inputs in (low, wide)]
@@ -74,9 +79,9 @@ def test_sums_along_diagonals(rows, cols):
 def test_skewing_is_the_papers():
     """Huang et al.: rows of X, of distances 2 1 0, shifted so that entry (i, j) is of distance i - j."""
     padded = torch.nn.functional.pad(torch.arange(9.0).view(1, 1, 3, 3), (1, 0))
-    assert skewed(padded)[0, 0].tril().tolist() == [[2, 0, 0], [4, 5, 0], [6, 7, 8]]
+    assert relative_shift(padded)[0, 0].tril().tolist() == [[2, 0, 0], [4, 5, 0], [6, 7, 8]]
     lower = torch.randn(2, 3, 5, 9).tril(4)
-    assert torch.equal(skewed(torch.nn.functional.pad(unskewed(lower), (1, 0))).tril(4), lower)
+    assert torch.equal(relative_shift(torch.nn.functional.pad(inverse_relative_shift(lower), (1, 0))).tril(4), lower)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
@@ -86,7 +91,7 @@ def test_quick_blocks(rows):
         vectors = torch.randn(1, columns, 4)
         forms = QueryTableBias(torch.randn(2, 3, rows, 4), vectors), KeyTableBias(torch.randn(2, 3, 9, 4), vectors)
         for form in (*forms, SumBias(forms)):
-            a, b = (x.masked_fill(hidden, 0.0) for x in (quick_block(form, pos), block(form, pos)))
+            a, b = (x.masked_fill(hidden, 0.0) for x in (materialize_fast(form, pos), form.materialize(pos)))
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 

@@ -28,8 +28,8 @@ from conftest import DEVICE, make_model, run
 
 pytest.importorskip("triton", reason="needs the package triton")
 
-from fairseq_rpe.attention import Plan, reference
-from fairseq_rpe.attention.triton import autograd, refusal, triton, tuning
+from fairseq_rpe.attention import AttentionPlan, reference
+from fairseq_rpe.attention.triton import autograd, refusal_reason, triton, tuning
 from fairseq_rpe.attention.triton.tiles import MOST_APART
 from fairseq_rpe.core import DenseBias, PairBias, Positions, ToeplitzBias, UserError
 from fairseq_rpe.encodings import build
@@ -109,7 +109,7 @@ def test_memory_layouts():
     q = torch.randn(n, 2, H, D, device=DEVICE).permute(1, 2, 0, 3)
     k = torch.randn(2, H, 40, D, device=DEVICE)[:, :, :m]
     v = torch.randn(2, H, D, m, device=DEVICE).transpose(2, 3)
-    assert_same_on((q, k, v), Plan(pos, build("alibi", H, H * D).to(DEVICE).position_bias(pos)))
+    assert_same_on((q, k, v), AttentionPlan(pos, build("alibi", H, H * D).to(DEVICE).position_bias(pos)))
 
 
 def test_deterministic_mode():
@@ -132,7 +132,9 @@ def test_bad_numbers_propagate(bad, what):
     q, k, v = (x.detach() for x in qkv(35))
     bias = torch.randn(H, 35, device=DEVICE)
     {"q": q[0, 1, 20], "k": k[0, 1, 20], "table": bias[1, 20:21]}[what][0] = bad
-    a, b = (f(q, k, v, Plan(Positions.arange(35, device=DEVICE), ToeplitzBias(bias))) for f in (reference, triton))
+    a, b = (
+        f(q, k, v, AttentionPlan(Positions.arange(35, device=DEVICE), ToeplitzBias(bias))) for f in (reference, triton)
+    )
     torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, equal_nan=True)
     assert torch.isfinite(b[0, 0]).all() and torch.isfinite(b[0, 1, :20]).all()
     if not (bad == -math.inf and what == "table"):
@@ -142,7 +144,7 @@ def test_bad_numbers_propagate(bad, what):
 def test_a_bad_value_reaches_every_row_that_sees_it():
     v = torch.randn(1, H, 35, D, device=DEVICE)
     v[0, 1, 20, 3] = math.nan
-    out = triton(v.nan_to_num(), v.nan_to_num(), v, Plan(Positions.arange(35, device=DEVICE)))
+    out = triton(v.nan_to_num(), v.nan_to_num(), v, AttentionPlan(Positions.arange(35, device=DEVICE)))
     assert out[0, 1, 20:, 3].isnan().all() and not out[0, 0].isnan().any()
 
 
@@ -151,7 +153,7 @@ def test_blocks_above_the_diagonal_are_skipped():
     """A bad value there would come through as 0 · NaN: queries 0 to 31 are a block that reads no key after them."""
     q, k, v = (x.detach() for x in qkv(35))
     k[:, :, 32:], v[:, :, 32:] = math.nan, math.nan
-    out = triton(q.requires_grad_(), k, v, Plan(Positions.arange(35)))
+    out = triton(q.requires_grad_(), k, v, AttentionPlan(Positions.arange(35)))
     assert torch.isfinite(out[:, :, :32]).all() and out[:, :, 32:].isnan().all()
     assert torch.isfinite(torch.autograd.grad(out[:, :, :32].sum(), q)[0][:, :, :32]).all()
 
@@ -160,7 +162,7 @@ def test_rows_without_weight_are_zero():
     """Every visible key at -inf: 0 and no gradient, as in the reference."""
     bias = torch.zeros(H, 20, device=DEVICE)
     bias[:, :4] = -math.inf
-    out = assert_same_on(qkv(20), Plan(Positions.arange(20, device=DEVICE), ToeplitzBias(bias)))
+    out = assert_same_on(qkv(20), AttentionPlan(Positions.arange(20, device=DEVICE), ToeplitzBias(bias)))
     assert not out[:, :, :4].any() and out[:, :, 4:].abs().amin() > 0
 
 
@@ -198,16 +200,18 @@ def test_rows_beyond_two_to_the_31(monkeypatch):
     shared = autograd.arguments(q, q, q, None)
     tuning.launch(tuning.FORWARD, n, "BLOCK_M", shared, out=spread, low=None, lse=lse)
     out.copy_(spread)
-    torch.testing.assert_close(out, reference(q, q, q, Plan(Positions.arange(n, device=DEVICE))), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        out, reference(q, q, q, AttentionPlan(Positions.arange(n, device=DEVICE))), rtol=1e-2, atol=1e-2
+    )
 
 
 def test_rows_too_far_apart_are_copied(monkeypatch):
     q, k, v = (torch.randn(20, 2, H, D, device=DEVICE).permute(1, 2, 0, 3) for _ in range(3))
-    plan = Plan(Positions.arange(20, device=DEVICE))
-    assert autograd._arranged(q, k, v)[0] is q
+    plan = AttentionPlan(Positions.arange(20, device=DEVICE))
+    assert autograd._arrange_memory(q, k, v)[0] is q
     expected = triton(q, k, v, plan)
     monkeypatch.setattr(autograd, "MOST_APART", 2 * H * D - 1)
-    assert all(x.is_contiguous() for x in autograd._arranged(q, k, v))
+    assert all(x.is_contiguous() for x in autograd._arrange_memory(q, k, v))
     assert torch.equal(triton(q, k, v, plan), expected)
 
 
@@ -221,7 +225,7 @@ def test_rows_with_one_heavy_key(dtype):
     found = []
     for attend, wide in ((reference, torch.float64), (triton, dtype)):
         q1, k1, v1 = (x.detach().to(wide).requires_grad_() for x in (q, k, v))
-        out = attend(q1, k1, v1, Plan(Positions.arange(33, device=DEVICE)))
+        out = attend(q1, k1, v1, AttentionPlan(Positions.arange(33, device=DEVICE)))
         found.append(torch.autograd.grad(out, q1, cotangent.to(wide))[0].double())
     exact, ours = found
     assert (exact - ours).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
@@ -251,15 +255,15 @@ def tensors(width=D, dtype=torch.float32):
 )
 def test_refusals(qkv, plan, dropout, message):
     with pytest.raises(UserError, match=message):
-        triton(*qkv, Plan(Positions.arange(4), **plan), dropout)
+        triton(*qkv, AttentionPlan(Positions.arange(4), **plan), dropout)
 
 
 def test_refused_without_gpu_or_package(monkeypatch):
-    q, plan = torch.zeros(1, H, 4, D), Plan(Positions.arange(4))
+    q, plan = torch.zeros(1, H, 4, D), AttentionPlan(Positions.arange(4))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "needs a GPU: use 'sdpa'" in refusal(q, q, q, plan)
+    assert "needs a GPU: use 'sdpa'" in refusal_reason(q, q, q, plan)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "needs the package triton" in refusal(q, q, q, plan)
+    assert "needs the package triton" in refusal_reason(q, q, q, plan)
 
 
 def test_what_it_takes_on_a_gpu(monkeypatch):
@@ -269,12 +273,12 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
     monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: True)
     with FakeTensorMode():
         q, odd, last = (torch.zeros(1, H, n, width, device="cuda") for n, width in ((4, D), (4, 20), (1, D)))
-        biased = Plan(Positions.arange(4), ToeplitzBias(torch.zeros(H, 4, device="cuda")))
-        for plan in (Plan(Positions.arange(4)), biased):
-            assert refusal(q, q, q, plan) is None and refusal(last, q, q, plan) is None
-        assert "not 20" in refusal(odd, odd, odd, biased)
+        biased = AttentionPlan(Positions.arange(4), ToeplitzBias(torch.zeros(H, 4, device="cuda")))
+        for plan in (AttentionPlan(Positions.arange(4)), biased):
+            assert refusal_reason(q, q, q, plan) is None and refusal_reason(last, q, q, plan) is None
+        assert "not 20" in refusal_reason(odd, odd, odd, biased)
         monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: False)
-        assert "compute capability 8.0" in refusal(q, q, q, biased)
+        assert "compute capability 8.0" in refusal_reason(q, q, q, biased)
 
 
 @pytest.mark.parametrize("spec", ["fire:init_L=9", pytest.param("kerple_log", marks=pytest.mark.release)])

@@ -10,9 +10,9 @@ from conftest import DEVICE
 
 pytest.importorskip("triton", reason="needs the package triton")
 
-from fairseq_rpe.attention import Plan, reference
-from fairseq_rpe.attention.scaled_distance_bias import pieces_of
-from fairseq_rpe.attention.triton import refusal, triton, tuning
+from fairseq_rpe.attention import AttentionPlan, reference
+from fairseq_rpe.attention.scaled_distance_bias import visible_pieces
+from fairseq_rpe.attention.triton import refusal_reason, triton, tuning
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build
 
@@ -74,38 +74,43 @@ def test_only_gradients_that_are_needed():
     """A fixed curve needs none; one of which only far or only near is learned gets that one."""
     pos = Positions.arange(20, device=DEVICE)
     form = build(FIRE, H, H * D).to(DEVICE).position_bias(pos)
-    cut = pieces_of(form, Plan(pos, form))
+    cut = visible_pieces(form, AttentionPlan(pos, form))
     pieces = replace(cut, value=cut.value.detach(), slope=cut.slope.detach())
-    fixed = replace(form, far=form.far.detach(), near=form.near.detach(), pieces=lambda top: pieces)
+    fixed = replace(
+        form,
+        distance_values=form.distance_values.detach(),
+        query_scale=form.query_scale.detach(),
+        make_pieces=lambda top: pieces,
+    )
     q, k, v = (torch.randn(1, H, 20, D, device=DEVICE) for _ in range(3))
-    assert not triton(q, k, v, Plan(pos, fixed)).requires_grad
-    for name in ("far", "near"):
+    assert not triton(q, k, v, AttentionPlan(pos, fixed)).requires_grad
+    for name in ("distance_values", "query_scale"):
         learned = getattr(fixed, name).clone().requires_grad_()
-        plan = Plan(pos, replace(fixed, **{name: learned}))
+        plan = AttentionPlan(pos, replace(fixed, **{name: learned}))
         found = [torch.autograd.grad(f(q, k, v, plan).square().sum(), learned)[0] for f in (by_pieces, triton)]
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def by_pieces(q, k, v, plan):
     """Attention with the bias looked up in the pieces, pair by pair."""
-    form, n = plan.form, q.shape[2]
-    pieces = pieces_of(form, plan)
+    form, n = plan.bias, q.shape[2]
+    pieces = visible_pieces(form, plan)
     distance = (torch.arange(n)[:, None] - torch.arange(n)).clamp_min(0).to(q.device)
-    x = form.far[distance] * form.near[0, :, None]
-    p = torch.bucketize(x, pieces.ends, right=True)
-    bias = pieces.value[:, p] + pieces.slope[:, p] * (x - pieces.middle[p])
+    x = form.distance_values[distance] * form.query_scale[0, :, None]
+    p = torch.bucketize(x, pieces.breakpoints, right=True)
+    bias = pieces.value[:, p] + pieces.slope[:, p] * (x - pieces.midpoints[p])
     scores = q @ k.mT * D**-0.5 + bias
-    return scores.masked_fill(~plan.visible(n, n, q.device), -math.inf).softmax(-1) @ v
+    return scores.masked_fill(~plan.visibility(n, n, q.device), -math.inf).softmax(-1) @ v
 
 
 def test_a_part_of_a_plan():
     """Some queries and the keys up to the last of them, as encodings that limit queries ask for."""
     pos = Positions.arange(30, device=DEVICE)
-    plan = Plan(pos, build(FIRE, H, H * D).to(DEVICE).position_bias(pos))
+    plan = AttentionPlan(pos, build(FIRE, H, H * D).to(DEVICE).position_bias(pos))
     q, k, v = (torch.randn(1, H, 30, D, device=DEVICE) for _ in range(3))
     with torch.no_grad():
         whole = reference(q, k, v, plan)
-        found = triton(q[:, :, 11:23], k[:, :, :23], v[:, :, :23], plan.part(11, 23))
+        found = triton(q[:, :, 11:23], k[:, :, :23], v[:, :, :23], plan.slice_queries(11, 23))
     torch.testing.assert_close(found, whole[:, :, 11:23], rtol=1e-4, atol=2e-5)
 
 
@@ -114,7 +119,7 @@ def test_refusals():
     q = torch.zeros(1, H, 4, D, device=DEVICE)
     at = torch.tensor([[0.0, 1.0, 3.0, 4.0]], device=DEVICE)
     for spec, pos in (("fire:exact=true", Positions.arange(4, device=DEVICE)), ("fire", Positions(at, at, 1.0, False))):
-        plan = Plan(pos, build(spec, H, H * D).to(DEVICE).position_bias(pos))
-        assert "straight pieces, which this is not: use 'sdpa'" in refusal(q, q, q, plan)
+        plan = AttentionPlan(pos, build(spec, H, H * D).to(DEVICE).position_bias(pos))
+        assert "straight pieces, which this is not: use 'sdpa'" in refusal_reason(q, q, q, plan)
         with pytest.raises(UserError, match="straight pieces"):
             triton(q, q, q, plan)

@@ -12,7 +12,7 @@ from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation import model_benchmark
-from fairseq_rpe.figures.timing import of_models
+from fairseq_rpe.figures.timing import draw_model_timing
 
 SMALL = ["--heads", "2", "--head-width", "32", "--repeats", "1", "--device", "cpu"]
 
@@ -37,10 +37,10 @@ def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
     head, rows = rows_of(tmp_path)
     assert "2 heads of 32" in head and "medians of 1" in head
     cells = {(r["encoding"], r["backend"], r["pass"], r["length"]) for r in rows}
-    expected = {(e, b) for e in ("alibi", "fire") for b in ("reference", "sdpa")} | {(speed.LIMIT, "sdpa")}
+    expected = {(e, b) for e in ("alibi", "fire") for b in ("reference", "sdpa")} | {(speed.BASELINE, "sdpa")}
     assert cells == {(*key, kind, n) for key in expected for kind in ("forward", "training") for n in ("17", "32")}
     for row in rows:
-        group = (row["pass"], row["length"], speed.LIMIT)
+        group = (row["pass"], row["length"], speed.BASELINE)
         [limit] = [r for r in rows if (r["pass"], r["length"], r["encoding"]) == group]
         assert float(row["ratio"]) == pytest.approx(float(row["milliseconds"]) / float(limit["milliseconds"]), rel=0.1)
     check_files(tmp_path, said)
@@ -50,12 +50,12 @@ def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
 def test_turns_alternate():
     seen = []
     ways = {name: lambda name=name: seen.append(name) for name in ("a", "b")}
-    times = speed.in_turns(ways, 3, "cpu")
+    times = speed.time_interleaved(ways, 3, "cpu")
     assert {name: len(of) for name, of in times.items()} == {"a": 3, "b": 3} and seen == ["a", "b"] * 3
 
 
 def test_the_spread_stands_beside_the_median():
-    limit = speed.Timing(speed.LIMIT, "sdpa", "forward", 64, milliseconds=2.0, ratio=1.0, least=1.5, most=4.0)
+    limit = speed.Timing(speed.BASELINE, "sdpa", "forward", 64, milliseconds=2.0, ratio=1.0, least=1.5, most=4.0)
     alibi = speed.Timing("alibi", "sdpa", "forward", 64, milliseconds=3.0, ratio=1.5, least=2.0, most=5.0)
     [table] = speed.tables([limit, alibi])
     assert [row.cells[0].text for row in table.rows] == ["2.00 (1.50 to 4.00)", "1.50 (1.00 to 2.50)"]
@@ -133,10 +133,10 @@ def test_models_are_the_real_ones_with_one_set_of_weights(monkeypatch):
     build = model_benchmark._model
     monkeypatch.setattr(model_benchmark, "_read", lambda model, tokens: seen.append((id(model), tuple(tokens.shape))))
     monkeypatch.setattr(model_benchmark, "_model", lambda *args: made.append(build(*args)) or made[-1])
-    setting = model_benchmark.Setting(
+    setting = model_benchmark.ModelBenchmark(
         "cpu", "tiny", ["rope", "fire"], backends=["auto", "sdpa"], batch=3, vocabulary=20
     )
-    found, left_out = model_benchmark.measure(setting, 8)
+    found, left_out = model_benchmark.time_forward_passes(setting, 8)
     assert not left_out and [(t.encoding, t.backend) for t in found] == [
         (name, backend) for name in ("rope", "fire", "fire (shared)") for backend in ("auto", "sdpa")
     ]
@@ -168,7 +168,7 @@ def test_models_in_half_precision(tmp_path, dtype, spec):
 def test_bars_are_the_means():
     places = [(n, k, name) for n in (1, 2) for k, name in enumerate(("nope", "fire"))]
     rows = [speed.Timing(name, "auto", "inference", n, 10.0 * n + k, 1.0, 9.0 * n, 12.0 * n) for n, k, name in places]
-    first, second = of_models(rows, "a machine").axes
+    first, second = draw_model_timing(rows, "a machine").axes
     assert [bar.get_width() for bar in first.patches] == [10.0, 11.0]
     assert [bar.get_width() for bar in second.patches] == [20.0, 21.0]
     assert [line.get_xdata().tolist() for line in second.lines] == [[18.0, 24.0]] * 2

@@ -20,7 +20,8 @@ from sweep_commands import SMALL
 
 from fairseq_rpe import encodings
 from fairseq_rpe.cli.main import COMMANDS, build_parser
-from fairseq_rpe.cli.options import by_arch, make_ready, words
+from fairseq_rpe.cli.options import apply_common_options, default_by_arch, spec_list
+from fairseq_rpe.core import renamed
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.runs import checkpoints, launch, processes
@@ -54,7 +55,7 @@ print("done")
 def trained(corpus: Path, tmp_path_factory) -> Path:
     """The folder of a finished run of 4 updates."""
     folder = tmp_path_factory.mktemp("trained") / "run with blanks"
-    run_here("train", corpus, *RUN, "--save-dir", folder, "--updates", "4", "--save-every", "4", *SMALL)
+    run_here("train", corpus, *RUN, "--out", folder, "--updates", "4", "--save-every", "4", *SMALL)
     return folder
 
 
@@ -63,63 +64,109 @@ def test_help_comes_without_torch_and_a_command_loads_its_own_module_alone():
 
 
 def test_every_command_has_its_options():
-    [commands] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
+    commands = subparsers()
     assert list(commands) == list(COMMANDS)
     assert all(command.get_default("run") is not None for command in commands.values())
 
 
+def subparsers() -> dict:
+    [commands] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
+    return commands
+
+
+def renamed_options() -> list[tuple[str, str, str]]:
+    """(command, old option, new option) of the table; the command "" stands for all that have only the new option."""
+    options = {name: set(parser._option_string_actions) for name, parser in subparsers().items()}
+    rows = []
+    for (command, old), new in renamed.OPTIONS.items():
+        names = [
+            name for name in options if command in ("", name) and new in options[name] and old not in options[name]
+        ]
+        assert names or command == "prepare-stdlib", (command, old)  # which splits by file, so it has no --split-by
+        rows += [(name, old, new) for name in names]
+    return rows
+
+
+@pytest.mark.parametrize(("old", "new"), renamed.COMMANDS.items())
+def test_an_old_command_is_refused_with_the_new_name(old, new, capsys):
+    assert new in COMMANDS and old not in COMMANDS
+    assert f"use fairseq-rpe {new}" in error_of(capsys, old, "--help")
+
+
+@pytest.mark.parametrize(("command", "old", "new"), renamed_options())
+def test_an_old_option_is_refused_with_the_new_name(command, old, new, capsys):
+    for words in ([old, "x"], [f"{old}=x"]):
+        assert f"the option {old} of '{command}' is called {new} now" in error_of(capsys, command, *words)
+
+
+def test_the_help_groups_the_commands():
+    shown = build_parser("").format_help()
+    groups = ("data", "training", "evaluation", "theory", "figures and reports", "this machine")
+    places = [shown.index(f"\n{group}:\n") for group in groups]
+    assert places == sorted(places)
+    assert shown.index("\n  train ") > places[1] and shown.index("\n  user-dir ") > places[-1]
+
+
 def test_specs_are_separated_by_blanks_or_commas():
     for text in ("alibi rope", "alibi, rope", "alibi,rope", "alibi , rope,"):
-        assert words(text) == ("alibi", "rope")
-    assert words("type1:form=paper, rope:base=5,factor=4 nope") == ("type1:form=paper", "rope:base=5,factor=4", "nope")
-    assert words("alibi,rope:scaling=linear,factor=4, t5_bias") == ("alibi", "rope:scaling=linear,factor=4", "t5_bias")
-    assert words(" , ") == ()
+        assert spec_list(text) == ("alibi", "rope")
+    assert spec_list("type1:variant=paper, rope:base=5,factor=4 nope") == (
+        "type1:variant=paper",
+        "rope:base=5,factor=4",
+        "nope",
+    )
+    assert spec_list("alibi,rope:scaling=linear,factor=4, t5_bias") == (
+        "alibi",
+        "rope:scaling=linear,factor=4",
+        "t5_bias",
+    )
+    assert spec_list(" , ") == ()
 
 
 def test_the_help_has_the_defaults_of_the_architectures():
-    assert by_arch("tokens") == "default: 64 for tiny, else 512"
-    assert by_arch("updates") == "default: 400 for tiny, else 50000; tasks: 3000 for tiny, else 40000"
-    assert by_arch("dropout") == "default: 0.0 for tiny, else 0.1"
-    assert by_arch("batch_sentences") == "default: 16 for tiny, else 128; tasks: 64"
-    assert by_arch("warmup") == "default: 80 for tiny, else 4000; tasks: 200 for tiny, else 2400"
+    assert default_by_arch("tokens") == "default: 64 for tiny, else 512"
+    assert default_by_arch("updates") == "default: 400 for tiny, else 50000; tasks: 3000 for tiny, else 40000"
+    assert default_by_arch("dropout") == "default: 0.0 for tiny, else 0.1"
+    assert default_by_arch("batch_sentences") == "default: 16 for tiny, else 128; tasks: 64"
+    assert default_by_arch("warmup") == "default: 80 for tiny, else 4000; tasks: 200 for tiny, else 2400"
     for command in ("train", "sweep"):
         [commands] = [a.choices for a in build_parser(command)._actions if isinstance(a.choices, dict)]
         shown = " ".join(commands[command].format_help().split())
         for name in ("tokens", "updates", "batch_sentences", "lr", "warmup", "schedule", "dropout"):
-            assert by_arch(name) in shown, name
+            assert default_by_arch(name) in shown, name
 
 
-@pytest.mark.parametrize("line", ["train DATA --rpe x --save-dir y", "eval C D --lengths 8", "sweep D"])
+@pytest.mark.parametrize("line", ["train DATA --rpe x --out y", "eval C D --lengths 8", "sweep D"])
 def test_no_cache_holds_for_what_a_command_starts_too(line, monkeypatch):
     monkeypatch.setenv("FAIRSEQ_RPE_CACHE", "somewhere")
     for more, found in ([], "somewhere"), (["--no-cache"], "off"):
-        make_ready(build_parser(line.split()[0]).parse_args([*line.split(), *more]))
+        apply_common_options(build_parser(line.split()[0]).parse_args([*line.split(), *more]))
         assert os.environ["FAIRSEQ_RPE_CACHE"] == found
 
 
-def test_list_and_profile_and_user_dir():
+def test_list_and_bias_and_user_dir():
     assert run_here("list", "--names").stdout.split() == encodings.names()
     shown = run_here("list").stdout
-    assert "form=" in shown and "Press" in shown
-    profile = run_here("profile", "alibi", "--heads", "2", "--width", "8", "--length", "3").stdout
+    assert "variant=" in shown and "Press" in shown
+    profile = run_here("bias", "alibi", "--heads", "2", "--width", "8", "--length", "3").stdout
     assert profile.split() == "distance,head1,head2 0,0.0,0.0 1,-0.0625,-0.00390625 2,-0.125,-0.0078125".split()
     assert (Path(run_here("user-dir").stdout.strip()) / "models").is_dir()
 
 
 def test_finished_run_returns_at_once_and_another_run_is_refused(trained, corpus, capsys):
-    same = ["train", corpus, *RUN, "--save-dir", trained, "--save-every", "4"]
+    same = ["train", corpus, *RUN, "--out", trained, "--save-every", "4"]
     before = {p: p.stat().st_mtime_ns for p in trained.iterdir()}
     assert "finished run of 4 updates" in run_here(*same, "--updates", "4", *SMALL).stdout
     assert before == {p: p.stat().st_mtime_ns for p in trained.iterdir()}
     assert "(lr is 0.002 there, 0.5 here)" in error_of(capsys, *same, "--updates", "4", "--lr", "0.5", *SMALL)
     assert "holds 4 updates, more than --updates 3" in error_of(capsys, *same, "--updates", "3", *SMALL)
-    with files.lock(trained / ".lock", "busy"):
+    with files.exclusive_lock(trained / ".lock", "busy"):
         assert "another process is training" in error_of(capsys, *same, "--updates", "14", *SMALL)
 
 
 def is_free(lock: Path) -> bool:
     try:
-        with files.lock(lock, "busy"):
+        with files.exclusive_lock(lock, "busy"):
             return True
     except UserError:
         return False
@@ -135,7 +182,7 @@ def test_killed_training_goes_on_bit_equal(corpus, tmp_path):
     """SIGKILL of the command takes its child along; a broken last checkpoint is replaced by the newest whole one."""
     folder, err = tmp_path / "run", tmp_path / "err"
     command = ["train", corpus, *RUN, "--save-every", "4"]
-    words = [*PROGRAM, *command, "--save-dir", folder, "--updates", "100000", *SMALL]
+    words = [*PROGRAM, *command, "--out", folder, "--updates", "100000", *SMALL]
     with open(err, "wb") as errors:
         process = subprocess.Popen([str(w) for w in words], stdout=subprocess.DEVNULL, stderr=errors)
         wait_for(lambda: updates_in(folder) > 0, process, err)
@@ -145,7 +192,7 @@ def test_killed_training_goes_on_bit_equal(corpus, tmp_path):
     updates, last = updates_in(folder), folder / LAST
     last.write_bytes(last.read_bytes()[:-1000])
     assert not checkpoints.is_intact(last)
-    done = run_here(*command, "--save-dir", folder, "--updates", updates + 4, *SMALL)
+    done = run_here(*command, "--out", folder, "--updates", updates + 4, *SMALL)
     log = (folder / "train.log").read_text()
     assert f"@ {updates} updates" in log and f"after update {updates} ----\n" in log
     begun, *_, end = done.stdout.splitlines()
@@ -153,7 +200,7 @@ def test_killed_training_goes_on_bit_equal(corpus, tmp_path):
     assert re.fullmatch(what, begun), done.stdout
     assert end.startswith(f"{updates + 4} updates are done: ") and not re.search("INFO|Warning", done.stderr)
     assert "INFO" in log and "Warning" in log and "tensorboardX" not in log
-    run_here(*command, "--save-dir", tmp_path / "whole", "--updates", updates + 4, *SMALL)
+    run_here(*command, "--out", tmp_path / "whole", "--updates", updates + 4, *SMALL)
     assert_equal_models(folder / LAST, tmp_path / "whole" / LAST)
 
 
@@ -170,11 +217,11 @@ def test_an_interrupted_training_is_one_line(corpus, tmp_path, monkeypatch):
         return child
 
     monkeypatch.setattr(processes, "spawn", spawn)
-    monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(launch, "training_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
     # a shell has its background jobs ignore SIGINT, these tests perhaps among them
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        train = ("train", corpus, *RUN, "--updates", "4", "--save-dir", tmp_path / "run", *SMALL)
+        train = ("train", corpus, *RUN, "--updates", "4", "--out", tmp_path / "run", *SMALL)
         done = run_here(*train, ok=False, processes=True)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -187,7 +234,7 @@ def test_training_on_documents_goes_on_bit_equal_and_is_on_record(corpus, tmp_pa
     data = with_documents(corpus, tmp_path)
 
     def train(name: str, updates: int, *flags: str) -> Path:
-        run_here("train", data, *RUN, *flags, "--updates", updates, "--save-dir", tmp_path / name, *SMALL)
+        run_here("train", data, *RUN, *flags, "--updates", updates, "--out", tmp_path / name, *SMALL)
         return tmp_path / name / LAST
 
     document = ("--save-every", "2", "--blocks", "document")
@@ -200,7 +247,7 @@ def test_training_on_documents_goes_on_bit_equal_and_is_on_record(corpus, tmp_pa
         assert checkpoints.load(path).task[name] == value
     first, second = (checkpoints.load(path).weights for path in (separate, together))
     assert first.keys() == second.keys() and any(not torch.equal(first[name], second[name]) for name in first)
-    error = error_of(capsys, "train", data, *RUN, "--updates", "4", "--save-dir", whole.parent, *document[:2], *SMALL)
+    error = error_of(capsys, "train", data, *RUN, "--updates", "4", "--out", whole.parent, *document[:2], *SMALL)
     assert "blocks is 'document' there, 'stream' here" in error
 
 
@@ -208,14 +255,18 @@ def test_training_on_documents_goes_on_bit_equal_and_is_on_record(corpus, tmp_pa
     ("blank_lines", "flags", "words"),
     [
         (True, "--rpe rope:scaling=dynamic_ntk,original_length=32 --separate-documents", "more of a row than"),
-        (True, "--rpe alibi --positions-train randomized:max=64 --separate-documents", "moves the positions of whole"),
+        (
+            True,
+            "--rpe alibi --positions-train randomized:max_position=64 --separate-documents",
+            "moves the positions of whole",
+        ),
         (False, "--rpe alibi --blocks document", "no document boundaries"),
         (True, "--rpe alibi --blocks document --tokens 1200", "the longest document"),
     ],
 )
 def test_documents_that_cannot_be_trained_on_are_refused(blank_lines, flags, words, corpus, tmp_path, capsys):
     data = with_documents(corpus, tmp_path) if blank_lines else corpus
-    assert words in error_of(capsys, "train", data, "--tokens", "32", "--save-dir", tmp_path / "x", *flags.split())
+    assert words in error_of(capsys, "train", data, "--tokens", "32", "--out", tmp_path / "x", *flags.split())
     assert not (tmp_path / "x").exists()
 
 
@@ -229,14 +280,14 @@ def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
     assert done.stderr == ""
     assert [r["length"] for r in rows] == [32, 100]
     for row in rows:
-        assert row["encoding"] == "kerple_log" and row["tokens"] == tokens and row["subset"] == "test"
-        assert row["checkpoint"] == files.file_digest(trained / LAST)
+        assert row["encoding"] == "kerple_log" and row["tokens"] == tokens and row["split"] == "test"
+        assert row["checkpoint"] == files.sha256_of_files(trained / LAST)
         assert row["ppl"] == pytest.approx(2 ** row["loss_base2"]) and row["ppl"] > 1
     log = (tmp_path / "log").read_text()
     assert f"scored tokens: {tokens} of {tokens}" in log and "tensorboardX" not in log
     # the whole point of the count: the same number as fairseq's own command gives
     flags = "--gen-subset test --tokens-per-sample 100 --sample-break-mode none --cpu".split()
-    own = fairseq("eval_lm", corpus, "--user-dir", files.PACKAGE, "--path", trained / LAST, *flags)
+    own = fairseq("eval_lm", corpus, "--user-dir", files.PACKAGE_DIR, "--path", trained / LAST, *flags)
     [shown] = re.findall(r"Perplexity: (\d+\.\d\d)\b", own.stdout + own.stderr)
     assert float(shown) == pytest.approx(rows[1]["ppl"], rel=1e-6, abs=0.0051)  # it is shown with two decimals
 
@@ -279,7 +330,7 @@ def test_files_are_whole_or_absent(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        files.replace_with(path, fail)
+        files.write_via_temporary(path, fail)
     assert files.read_json(path) == {"a": 1} and os.listdir(path.parent) == ["a.json"]
 
 

@@ -72,7 +72,7 @@ def test_the_sentinels_are_imported_where_the_path_is_not_safe(hostile):
 def test_training_in_a_process_of_its_own(hostile, corpus):
     """The user's own module is loaded there too, and named by the list."""
     (hostile / "mine.py").write_text(MINE)
-    run_here("train", corpus, "--rpe", "mine", *TRAINING, "--save-dir", "out", *SMALL, processes=True)
+    run_here("train", corpus, "--rpe", "mine", *TRAINING, "--out", "out", *SMALL, processes=True)
     assert (hostile / "out/checkpoint_last.pt").exists() and imported(hostile) == ""
     assert "mine" in run_here("list", "--names", "--rpe-module", "mine.py").stdout.split()
 
@@ -81,7 +81,7 @@ def test_training_in_a_process_of_its_own(hostile, corpus):
 def test_torchrun_sweeps_slurm_jobs_and_extend(hostile, corpus, tmp_path):
     pytest.importorskip("submitit", reason="needs the extra slurm")
     (hostile / "mine.py").write_text(MINE)
-    start(hostile, "train", corpus, "--rpe", "mine", *TRAINING, "--nproc", "2", "--save-dir", "two", *SMALL)
+    start(hostile, "train", corpus, "--rpe", "mine", *TRAINING, "--nproc", "2", "--out", "two", *SMALL)
     sweep = ("sweep", corpus, "--encodings", "mine", "--lengths", "64", *TRAINING)
     start(hostile, *sweep, "--out", "out", *SMALL)
     slurm = fake_slurm.install(tmp_path / "programs")
@@ -105,7 +105,7 @@ def test_workers_of_prepare(hostile, tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(40):
         (tmp_path / f"texts/{number}.txt").write_text(f"the {number}th text\n" * 20)
-    start(hostile, "prepare", tmp_path / "texts", "--dest", "made", "--tokenizer", "words", "--workers", "2")
+    start(hostile, "prepare", tmp_path / "texts", "--out", "made", "--tokenizer", "words", "--workers", "2")
     assert (hostile / "made/corpus.json").exists() and imported(hostile) == ""
 
 
@@ -114,9 +114,9 @@ def test_the_question_for_gpus(hostile, tmp_path, monkeypatch):
     (tmp_path / "elsewhere/torch.py").write_text("class cuda:\n    is_available = bool\n")  # starts at once
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(devices, "_DRIVERS", (str(hostile),))
-    devices.gpus.cache_clear()
-    assert devices.gpus() == ()
-    devices.gpus.cache_clear()
+    devices.gpu_names.cache_clear()
+    assert devices.gpu_names() == ()
+    devices.gpu_names.cache_clear()
     assert imported(hostile) == ""
 
 
@@ -134,7 +134,7 @@ def test_what_libraries_start_meanwhile_and_every_child_of_a_program(hostile, mo
 def test_pythonpath_of_the_user_stays_in_force(hostile, tmp_path):
     (tmp_path / "of_the_user.py").write_text("print('loaded')")
     environment = {**os.environ, **child_processes.SAFE_PATH, "PYTHONPATH": str(tmp_path)}
-    assert run(*child_processes.interpreter(), "-m", "of_the_user", env=environment).stdout == "loaded\n"
+    assert run(*child_processes.python_command(), "-m", "of_the_user", env=environment).stdout == "loaded\n"
 
 
 def test_children_use_the_package_of_their_parent_wherever_it_lies(hostile, tmp_path):

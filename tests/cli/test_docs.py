@@ -143,7 +143,7 @@ WRONG = {
     "bash scripts/evaluate.sh DATA": "no script",
     "bash scripts/setup.sh --fast": "has no --fast",
     "bash scripts/sweep.sh --recipe none": "none",
-    "bash scripts/train.sh DATA --rpe alibe --save-dir x": "alibe",
+    "bash scripts/train.sh DATA --rpe alibe --out x": "alibe",
     "python benchmarks/attention.py --olny fire": "has no --olny",
     "pip install -e '.[nothing]'": "no extra nothing",
 }

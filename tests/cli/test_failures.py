@@ -21,7 +21,7 @@ from fairseq_rpe.core import errors
 from fairseq_rpe.evaluation import records
 from fairseq_rpe.figures import style
 from fairseq_rpe.runs import child_output, processes
-from fairseq_rpe.runs.reserved_flags import OURS
+from fairseq_rpe.runs.reserved_flags import RESERVED_FLAGS
 from fairseq_rpe.utils import files
 
 SMALL = ["--rpe", "alibi", "--tokens", "32", "--updates", "2", "--batch-sentences", "4", "--device", "cpu"]
@@ -35,14 +35,14 @@ def test_an_unknown_error_is_one_line_and_debug_shows_where_it_comes_from(monkey
     def broken(*_: object) -> None:
         raise LookupError("no such thing\nat all")
 
-    monkeypatch.setattr("fairseq_rpe.cli.main.make_ready", broken)
+    monkeypatch.setattr("fairseq_rpe.cli.main.apply_common_options", broken)
     said = error_of(capsys, "user-dir", code=70)
     assert said == "error: internal: LookupError: no such thing at all; run again with --debug for the traceback\n"
     assert main(["user-dir", "--debug"]) == 70
     shown = capsys.readouterr().err
     assert "Traceback (most recent call last):" in shown and "in broken" in shown
     assert shown.endswith("error: internal: LookupError: no such thing at all\n")
-    assert errors.DEBUG not in os.environ
+    assert errors.DEBUG_VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize("words", ["verdict alibi --csv", "verdict alibi --latex", "fire-fit alibi --out"])
@@ -78,7 +78,7 @@ def test_a_table_replaces_nothing_but_tables(words, tmp_path, capsys):
     ],
 )
 def test_errors_of_the_system_are_one_line(error, words):
-    assert words in (said := errors.told(error)) and "\n" not in said
+    assert words in (said := errors.user_message(error)) and "\n" not in said
 
 
 def test_a_known_error_of_a_command_is_its_one_line_and_one_about_no_path_a_bug(monkeypatch, capsys):
@@ -87,7 +87,7 @@ def test_a_known_error_of_a_command_is_its_one_line_and_one_about_no_path_a_bug(
 
     monkeypatch.setattr("fairseq_rpe.cli.list.run_user_dir", fail)
     assert "no space left on the disk while writing /a/b" in error_of(capsys, "user-dir")
-    assert errors.told(OSError(errno.EBADF, "bad")) is None and errors.told(RuntimeError("x")) is None
+    assert errors.user_message(OSError(errno.EBADF, "bad")) is None and errors.user_message(RuntimeError("x")) is None
     monkeypatch.setattr("fairseq_rpe.cli.list.run_user_dir", lambda args: sys.exit(0))
     assert "internal: SystemExit" in error_of(capsys, "user-dir", code=70)
 
@@ -101,15 +101,17 @@ def test_a_library_on_a_disk_without_programs_is_not_a_lack_of_memory(monkeypatc
     except ImportError as error:
         long = error
     monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_flag=os.ST_NOEXEC))
-    assert "libopen.so cannot be loaded: " in (said := errors.told(long)) and "noexec: install elsewhere" in said
+    assert (
+        "libopen.so cannot be loaded: " in (said := errors.user_message(long)) and "noexec: install elsewhere" in said
+    )
 
 
 def test_flags_that_train_sets_itself_and_too_many_processes_are_refused(corpus, tmp_path, capsys, monkeypatch):
-    command = ("train", corpus, *SMALL, "--save-dir", tmp_path / "r")
-    for flag in OURS:
+    command = ("train", corpus, *SMALL, "--out", tmp_path / "r")
+    for flag in RESERVED_FLAGS:
         said = error_of(capsys, *command, "--", f"{flag}=1")
         assert said.startswith(f"error: {flag} after -- is set by this command itself: ")
-    monkeypatch.setattr(processes, "cores", lambda: 2)
+    monkeypatch.setattr(processes, "available_cores", lambda: 2)
     assert "--nproc 17: the 2 cores here take 16 at most" in error_of(capsys, *command, "--nproc", "17")
     assert not (tmp_path / "r").exists()
 
@@ -132,16 +134,16 @@ def test_places_that_cannot_be_written_are_found_before_any_work(tmp_path):
         "does not exist": Path("/proc/nothing/x"),
     }.items():
         with pytest.raises(errors.UserError, match=f"^--out .*{words}"):
-            files.check_file("--out", path)
+            files.check_output_file("--out", path)
         if words != "is a folder":
             words = "is a file, not a folder" if words in ("is a device", "a pipe") else words
-            with pytest.raises(errors.UserError, match=f"^--dest .*{words}"):
-                files.check_folder(path.with_name("x" * 300) if "name" in words else path, flag="--dest")
+            with pytest.raises(errors.UserError, match=f"^--out .*{words}"):
+                files.check_output_folder(path.with_name("x" * 300) if "name" in words else path, flag="--out")
     for below in (tmp_path / "nothing", tmp_path / "nothing/below"):
         with pytest.raises(errors.UserError, match=r"^--out .*nothing is a link to nothing, not a folder"):
-            files.check_folder(below)
+            files.check_output_folder(below)
     with pytest.raises(errors.UserError, match=f"^--out .*{tmp_path.name} is a folder"):
-        files.check_folder(tmp_path.parent, [tmp_path.name])
+        files.check_output_folder(tmp_path.parent, [tmp_path.name])
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "kept"
 
 
@@ -153,12 +155,12 @@ def test_a_place_is_tried_out_and_left_as_it_was(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "fsync", lambda handle: seen.append((tmp_path / "a").exists()))
-    files.check_file("--out", tmp_path / "a/b/c.csv")
-    files.check_folder(tmp_path / "a/b")
+    files.check_output_file("--out", tmp_path / "a/b/c.csv")
+    files.check_output_folder(tmp_path / "a/b")
     assert seen == [False, False]
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(errors.UserError, match="--out .*c.csv: no space left on the disk"):
-        files.check_file("--out", tmp_path / "a/b/c.csv")
+        files.check_output_file("--out", tmp_path / "a/b/c.csv")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,15 +174,15 @@ def test_a_lock_outlives_the_removal_of_its_folder_by_another(tmp_path, monkeypa
 
     real = os.open
     monkeypatch.setattr(os, "open", removed_first)
-    with files.lock(tmp_path / "a/.lock", "busy"):
+    with files.exclusive_lock(tmp_path / "a/.lock", "busy"):
         assert len(opened) == 2 and (tmp_path / "a/.lock").is_file()
 
 
 def test_a_lock_leaves_nothing_beside_a_refusal(tmp_path):
-    with pytest.raises(errors.UserError), files.lock(tmp_path / "a/b/.lock", "busy"):
+    with pytest.raises(errors.UserError), files.exclusive_lock(tmp_path / "a/b/.lock", "busy"):
         raise errors.UserError("no")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(errors.UserError), files.lock(tmp_path / "a/.lock", "busy"):
+    with pytest.raises(errors.UserError), files.exclusive_lock(tmp_path / "a/.lock", "busy"):
         (tmp_path / "a/kept").touch()
         raise errors.UserError("no")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".lock", "kept"]
@@ -191,9 +193,9 @@ def test_a_result_that_cannot_be_stored_is_given_first(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space", str(path))
 
     monkeypatch.setattr(files, "append_json_line", full)
-    key = records.TextKey(checkpoint="c", subset="test", length=8)
+    key = records.TextKey(checkpoint="c", split="test", length=8)
     found = records.TextResult(**vars(key), tokens=1, loss_base2=1.0, ppl=2.0)
-    given = records.resumed(records.TextResult, tmp_path / "out", [key], lambda missing: lambda key: found)
+    given = records.resume_results(records.TextResult, tmp_path / "out", [key], lambda missing: lambda key: found)
     assert next(given) == found
     with pytest.raises(OSError):
         next(given)
@@ -235,39 +237,39 @@ def test_ascii_terminals(monkeypatch):
 
 def test_a_failing_trainer_is_one_line(corpus, tmp_path):
     """Its usage or traceback is not shown, unless asked for; nothing is left of a run that never began."""
-    done = run_here("train", corpus, *SMALL, "--save-dir", tmp_path / "r", "--", "--no-such-flag", ok=False)
+    done = run_here("train", corpus, *SMALL, "--out", tmp_path / "r", "--", "--no-such-flag", ok=False)
     told = [line for line in done.stderr.splitlines() if "error: " in line]
     assert done.returncode == 2 and len(told) == 1 and "unrecognized arguments: --no-such-flag" in told[0]
     assert "usage" not in done.stdout + done.stderr and not (tmp_path / "r").exists()
 
 
-def relayed(script: str, capsys, code: int = 0) -> tuple[child_output.Ending, str, str]:
+def relayed(script: str, capsys, code: int = 0) -> tuple[child_output.ChildExit, str, str]:
     child = processes.spawn([sys.executable, "-c", script], {}, subprocess.PIPE, (), subprocess.PIPE)
-    relay = child_output.Relay(child)
+    relay = child_output.OutputRelay(child)
     assert processes.wait(child) == code
     return relay.finish(code), *capsys.readouterr()
 
 
 def test_a_child_s_words_are_passed_on_and_its_last_ones_become_one_line(capsys, monkeypatch):
     says = "import sys; print('ä', flush=True); print('note', file=sys.stderr)"
-    assert relayed(says, capsys) == (child_output.Ending(0, "", False), "ä\n", "note\n")
+    assert relayed(says, capsys) == (child_output.ChildExit(0, "", False), "ä\n", "note\n")
     traceback, why = f"{says}; raise ValueError('bad shape')", "fairseq-train failed: ValueError: bad shape"
     ending, out, err = relayed(traceback, capsys, code=1)
-    assert (ending.why, out, err) == (f"{why}; run again with --debug for the traceback", "ä\n", "note\n")
+    assert (ending.reason, out, err) == (f"{why}; run again with --debug for the traceback", "ä\n", "note\n")
     ours = f"{says}; sys.exit('error: unknown encoding')"
-    assert relayed(ours, capsys, code=1) == (child_output.Ending(1, "unknown encoding", False), "ä\n", "note\n")
+    assert relayed(ours, capsys, code=1) == (child_output.ChildExit(1, "unknown encoding", False), "ä\n", "note\n")
     survived = f"{says}; print('error: of no weight', file=sys.stderr)"
     assert relayed(survived, capsys)[2] == "note\nerror: of no weight\n"
     killed = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    assert "ended by SIGKILL, perhaps for lack of memory" in relayed(killed, capsys, code=-9)[0].why
-    monkeypatch.setenv(errors.DEBUG, "1")
+    assert "ended by SIGKILL, perhaps for lack of memory" in relayed(killed, capsys, code=-9)[0].reason
+    monkeypatch.setenv(errors.DEBUG_VARIABLE, "1")
     ending, out, err = relayed(traceback, capsys, code=1)
-    assert ending.why == why and "Traceback" in err
+    assert ending.reason == why and "Traceback" in err
 
 
 def test_what_a_pipe_would_give_is_refused_by_every_reader(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for read in (files.read_json, files.read_json_lines, files.file_digest, files.read_input):
+    for read in (files.read_json, files.read_json_lines, files.sha256_of_files, files.read_input):
         with pytest.raises(errors.UserError, match="pipe is a device, a pipe or a socket: name a plain file"):
             read(tmp_path / "pipe")
         with pytest.raises(errors.UserError, match="/dev/zero is a device"):
@@ -282,8 +284,10 @@ def test_a_full_disk_names_the_file_that_was_written(tmp_path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OSError) as caught:
-        files.replace_with(tmp_path / "a/b/figure.png", full)
-    assert errors.told(caught.value).startswith(f"no space left on the disk while writing {tmp_path}/a/b/figure.png: ")
+        files.write_via_temporary(tmp_path / "a/b/figure.png", full)
+    assert errors.user_message(caught.value).startswith(
+        f"no space left on the disk while writing {tmp_path}/a/b/figure.png: "
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -307,7 +311,7 @@ def test_a_full_disk_under_a_figure_is_named_and_leaves_the_old_one(ending, tmp_
     monkeypatch.setattr("builtins.open", opened)
     with pytest.raises(OSError) as caught:
         style.save(figure, path)
-    assert f"no space left on the disk while writing {path}" in errors.told(caught.value)
+    assert f"no space left on the disk while writing {path}" in errors.user_message(caught.value)
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"
 
@@ -317,12 +321,12 @@ def test_a_checkpoint_is_read_in_a_locale_that_cannot_name_it(trained, tmp_path)
     path = tmp_path / "m\udce4" / "checkpoint.pt"
     path.parent.mkdir()
     shutil.copy(trained, path)
-    (copy, _), (state, _) = checkpoint_file.read(path), checkpoint_file.read(trained)
+    (copy, _), (state, _) = checkpoint_file.read_file(path), checkpoint_file.read_file(trained)
     assert copy["model"].keys() == state["model"].keys()
 
 
 def test_a_log_that_is_never_written_leaves_no_folders(corpus, trained, tmp_path, capsys):
     log = tmp_path / "a/b/log"
     error_of(capsys, "eval", trained, corpus, "--lengths", "8", "--log", log, "--rpe-module", tmp_path / "none.py")
-    error_of(capsys, "eval", trained, corpus, "--lengths", "8", "--log", log, "--subset", "none")
+    error_of(capsys, "eval", trained, corpus, "--lengths", "8", "--log", log, "--split", "none")
     assert list(tmp_path.iterdir()) == []

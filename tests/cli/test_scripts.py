@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
 KNOWN = ("wikitext103", "books", "github", "wikibook", "c4", "arxiv", "openwebtext2")
 THIN = {name: f"[{name}]" for name in ("train", "eval", "sweep", "report", "sensitivity", "sliding")}
-THIN |= {"prepare_text": "[prepare]", **{f"prepare_{name}": f"[prepare-known][{name}]" for name in KNOWN}}
+THIN |= {"prepare_text": "[prepare]", **{f"prepare_{name}": f"[prepare-corpus][{name}]" for name in KNOWN}}
 
 # Stands for Python: answers what set-up asks, makes a pretended environment, and notes every pip call.
 FAKE_PYTHON = r"""#!/usr/bin/env bash
@@ -153,7 +153,7 @@ def test_thin_scripts_pass_every_argument_on(copy):
         done = call(copy / "scripts" / f"{name}.sh", "a b", "", "--x=*", "--", "-y")
         assert done.stdout == f"{command}[a b][][--x=*][--][-y]", done.stderr
     done = call(copy / "scripts/prepare_wikitext103.sh", "--words", "--from", "x")
-    assert done.stdout == "[prepare-known][wikitext103-words][--from][x]", done.stderr
+    assert done.stdout == "[prepare-corpus][wikitext103-words][--from][x]", done.stderr
 
 
 def test_quickstart_prepares_then_sweeps(copy):

@@ -22,7 +22,7 @@ SCRIPT = ROOT / "scripts/gpu_report.sh"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(selftest, "size_for", lambda device, backend: selftest.Size(19, 16))
+    monkeypatch.setattr(selftest, "problem_size", lambda device, backend: selftest.Size(19, 16))
 
 
 def run_selftest(*words, ok=True):

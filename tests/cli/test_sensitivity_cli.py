@@ -17,15 +17,22 @@ import torch
 from conftest import error_of, run_here
 
 from fairseq_rpe.analysis import rope_raw, sensitivity, total_difference
-from fairseq_rpe.analysis.index_warping import Setting, table, trend, wave
-from fairseq_rpe.analysis.sensitivity import interpolated, total_differences, warped
+from fairseq_rpe.analysis.index_warping import (
+    WarpSetting,
+    interpolate_positions,
+    published_trend,
+    table_2,
+    total_differences,
+    warp_positions,
+    wave_weights,
+)
 from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.figures import warping
 from fairseq_rpe.figures.style import PALETTE
 from fairseq_rpe.positions import build
-from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.records import from_attributes
 
-FIGURES, PLAIN = warping.FIGURES, Setting()
+FIGURES, PLAIN = warping.FIGURES, WarpSetting()
 ATTENTION = "figure-1-attention-over-distance"
 OURS = ("sensitivity-over-position", "sensitivity-at-the-end", "warped-positions", "total-difference")
 OVER, AT_END, WARPS, TOTAL = OURS
@@ -45,7 +52,7 @@ def only(monkeypatch) -> Callable[..., None]:
     return lambda *kept: monkeypatch.setattr(warping, "FIGURES", {name: FIGURES[name] for name in kept})
 
 
-def draw(name: str, setting: Setting = PLAIN):
+def draw(name: str, setting: WarpSetting = PLAIN):
     compute, drawn = FIGURES[name]
     return drawn(setting, compute(setting))
 
@@ -106,10 +113,10 @@ def test_the_trend_is_computed():
         ((4, 2), (2, 1), (False, True)),
         ((1, 2), (2, 3), (False, False)),
     ):
-        assert trend({"none": (3, 3), "sqrt": sqrt, "beta": beta}) == expected
-    found = table(PLAIN)
+        assert published_trend({"none": (3, 3), "sqrt": sqrt, "beta": beta}) == expected
+    found = table_2(PLAIN)
     assert [one.train_length for one in found] == [20, 500]
-    assert all(trend(one.published) == (True, True) for one in found)
+    assert all(published_trend(one.published) == (True, True) for one in found)
 
 
 def test_a_trend_that_fails_is_said(only, tmp_path):
@@ -147,7 +154,7 @@ def test_figure_a_has_two_lines_for_each_longer_text():
         assert (len(x) - 1, len(far) - 1) == (100, length) and axes.get_title().startswith(f"{length} tokens")
         assert np.allclose(own, rope_raw(torch.arange(101)).exp()) and np.allclose(squeezed[::step], own)
         assert np.allclose(squeezed, rope_raw(torch.arange(length + 1) / step).exp(), atol=1e-6)
-    narrow = named(draw("figure-A-interpolation", Setting(width=64)).axes[0])
+    narrow = named(draw("figure-A-interpolation", WarpSetting(width=64)).axes[0])
     assert np.allclose(narrow["100 tokens"][1], rope_raw(torch.arange(101), 64).exp())
 
 
@@ -175,7 +182,7 @@ def test_rope_stays_above_and_alibi_vanishes():
         assert x[0] == 1 and x[-1] == 1e5
         assert (y.min() > math.exp(-1)) if label.startswith("RoPE") else (y[-1] < 1e-150 and y[0] > 1.5), label
     assert np.allclose(lines["RoPE, head width 64"][1], rope_raw(torch.tensor(lines["RoPE, wide head"][0]), 64).exp())
-    assert "RoPE, head width 96" in named(draw(ATTENTION, Setting(width=96)).axes[0])
+    assert "RoPE, head width 96" in named(draw(ATTENTION, WarpSetting(width=96)).axes[0])
 
 
 def test_interpolation_lowers_and_stretches_the_waves():
@@ -183,13 +190,13 @@ def test_interpolation_lowers_and_stretches_the_waves():
     training, twice, four = named(tail).values()
     for times, (x, y) in zip((1, 2, 4), (training, twice, four), strict=True):
         assert x[0] == 47 and x[-1] == 0
-        expected = sensitivity(interpolated(512, times * 512), exponential=True)[-48:]
+        expected = sensitivity(interpolate_positions(512, times * 512), exponential=True)[-48:]
         assert np.allclose(y, expected, atol=1e-15)
     assert 1.8 < training[1].max() / twice[1].max() < 2.2 and 1.8 < twice[1].max() / four[1].max() < 2.2
     ends = [y[-1] for _, y in named(whole).values()]
     assert ends[0] / ends[1] == pytest.approx(2, rel=0.02) and ends[1] / ends[2] == pytest.approx(2, rel=0.02)
     for times in (1, 2, 4):
-        weights = wave(times)
+        weights = wave_weights(times)
         assert weights.sum() == pytest.approx(1) and 0 <= weights[0] <= weights[1]
         turned = (torch.arange(len(weights), dtype=torch.float64) / times).cos() @ weights
         assert abs(turned) < 0.01  # a wave is averaged away
@@ -198,8 +205,8 @@ def test_interpolation_lowers_and_stretches_the_waves():
 
 @pytest.mark.parametrize("length", [20, 500])
 def test_the_end_holds_the_terms_of_table_2(length):
-    figure = draw(AT_END, Setting(length))
-    (row,) = (one for one in table(PLAIN) if one.train_length == length)
+    figure = draw(AT_END, WarpSetting(length))
+    (row,) = (one for one in table_2(PLAIN) if one.train_length == length)
     for sums, axes in zip(row.sums.values(), figure.axes, strict=True):
         training, *tests = named(axes).values()
         assert list(training[0]) == list(range({20: 10, 500: 200}[length], -1, -1))
@@ -225,7 +232,7 @@ def test_warps_are_what_training_does():
 
 
 def test_total_differences_go_through_the_table():
-    for row, axes in zip(table(PLAIN), draw(TOTAL).axes, strict=True):
+    for row, axes in zip(table_2(PLAIN), draw(TOTAL).axes, strict=True):
         lines = named(axes)
         for skew, name in (("none", "identity"), ("sqrt", "tail, sqrt"), ("beta", "tail, beta")):
             x, y = lines[name]
@@ -264,9 +271,11 @@ def test_every_option_acts_where_it_is_said_to():
         return written.getvalue()
 
     def state(*words: object) -> dict[str, bytes]:
-        setting = filled(Setting, build_parser("sensitivity").parse_args(["sensitivity", *map(str, words)]))
+        setting = from_attributes(
+            WarpSetting, build_parser("sensitivity").parse_args(["sensitivity", *map(str, words)])
+        )
         found = {name: numbers(compute(setting)) for name, (compute, _) in FIGURES.items() if name != TOTAL}
-        return {**found, "table": numbers([one.sums for one in table(setting)])}
+        return {**found, "table": numbers([one.sums for one in table_2(setting)])}
 
     base, of_rope = state(), {"figure-2-raw-attention", "figure-A-interpolation", ATTENTION, OVER, AT_END, "table"}
     for words, acts in (
@@ -287,11 +296,11 @@ def test_the_smallest_inputs_are_drawn(only, tmp_path):
 
 def test_long_texts_are_thinned_and_cut_to_what_can_be_seen():
     """And wide heads are computed in parts."""
-    for line in draw(OVER, Setting(9000)).axes[0].lines:
+    for line in draw(OVER, WarpSetting(9000)).axes[0].lines:
         assert len(line.get_xdata()) == len(np.unique(line.get_xdata())) <= 4096
-    assert all(len(line.get_xdata()) == 257 for axes in draw(AT_END, Setting(9000)).axes for line in axes.lines)
+    assert all(len(line.get_xdata()) == 257 for axes in draw(AT_END, WarpSetting(9000)).axes for line in axes.lines)
     n = torch.arange(3000, dtype=torch.float64).reshape(3, 1000)
-    assert torch.equal(Setting(width=4096).raw(n), rope_raw(n, 4096))
+    assert torch.equal(WarpSetting(width=4096).raw(n), rope_raw(n, 4096))
 
 
 def test_bad_numbers_are_one_line_and_leave_nothing(tmp_path, capsys):
@@ -312,10 +321,10 @@ def test_a_folder_in_the_place_of_a_figure_is_refused_before_any_work(tmp_path, 
 
 
 def test_positions_and_several_differences_at_once():
-    assert warped("none", 4).tolist() == interpolated(4, 4).tolist() == [0, 1, 2, 3, 4]
-    assert interpolated(4, 8).tolist() == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
-    assert warped("sqrt", 20)[[1, 10, 19]].tolist() == pytest.approx([4.472136, 14.142136, 19.493589], abs=1e-6)
-    assert warped("beta", 20)[[1, 10, 19]].tolist() == pytest.approx([0.655477, 17.8125, 19.999964], abs=1e-6)
+    assert warp_positions("none", 4).tolist() == interpolate_positions(4, 4).tolist() == [0, 1, 2, 3, 4]
+    assert interpolate_positions(4, 8).tolist() == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
+    assert warp_positions("sqrt", 20)[[1, 10, 19]].tolist() == pytest.approx([4.472136, 14.142136, 19.493589], abs=1e-6)
+    assert warp_positions("beta", 20)[[1, 10, 19]].tolist() == pytest.approx([0.655477, 17.8125, 19.999964], abs=1e-6)
     tests = [20, 33, 80]
     for skew in ("none", "sqrt", "beta"):
         one_by_one = [total_difference(skew, 20, n, 10) for n in tests]

@@ -22,7 +22,7 @@ assert sys.modules["fairseq"] is None and "fairseq_rpe.models" not in sys.module
 """
 SMALL = "--updates 2 --device cpu"
 NEEDING = [
-    f"train --algorithm copy --rpe alibi --save-dir run {SMALL}",
+    f"train --algorithm copy --rpe alibi --out run {SMALL}",
     f"sweep --algorithms copy --encodings alibi --lengths 4,8 --out sweep {SMALL}",
     "eval checkpoints/checkpoint_last.pt data --lengths 8 --out eval.jsonl",
     "sliding checkpoints/checkpoint_last.pt data",
@@ -31,9 +31,9 @@ NEEDING = [
     "erf checkpoints/checkpoint_last.pt data --out erf",
 ]
 DOING_WITHOUT = [
-    "prepare texts --dest data --tokenizer words --workers 1",
-    *("list", "list --positions", "user-dir", "profile alibi --length 3", "verdict alibi", "fire-fit alibi"),
-    f"train --algorithm copy --rpe alibi --save-dir run --dry-run {SMALL}",
+    "prepare texts --out data --tokenizer words --workers 1",
+    *("list", "list --positions", "user-dir", "bias alibi --length 3", "verdict alibi", "fire-fit alibi"),
+    f"train --algorithm copy --rpe alibi --out run --dry-run {SMALL}",
 ]
 
 
@@ -54,14 +54,14 @@ def test_commands(tmp_path):
 
 
 def missing(name: str) -> str | None:
-    return errors.told(ModuleNotFoundError(f"No module named '{name}'", name=name))
+    return errors.user_message(ModuleNotFoundError(f"No module named '{name}'", name=name))
 
 
 def test_a_module_that_is_missing(monkeypatch):
     for name in ("fairseq", "fairseq.data", "fairseq_cli.train", "omegaconf"):
         said = f"this command needs fairseq, and {name} is not installed: pip install 'fairseq_rpe[fairseq]'"
         assert missing(name) == said
-    assert missing("x") is None and errors.told(ModuleNotFoundError()) is None  # a bug
+    assert missing("x") is None and errors.user_message(ModuleNotFoundError()) is None  # a bug
     for system, machine in (("darwin", "arm64"), ("linux", "aarch64"), ("win32", "AMD64")):  # there is no wheel for it
         monkeypatch.setattr(errors.sys, "platform", system)
         monkeypatch.setattr(errors.platform, "machine", lambda machine=machine: machine)
@@ -70,7 +70,7 @@ def test_a_module_that_is_missing(monkeypatch):
 
 
 def test_need_fairseq(monkeypatch):
-    errors.need_fairseq()
+    errors.require_fairseq()
     monkeypatch.setitem(sys.modules, "fairseq", None)
     with pytest.raises(UserError, match=r"needs fairseq, which is not installed: pip install 'fairseq_rpe\[fairseq\]'"):
-        errors.need_fairseq()
+        errors.require_fairseq()

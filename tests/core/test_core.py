@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusal import refused
 
-from fairseq_rpe import core
+from fairseq_rpe import algorithms, core, encodings, positions
 from fairseq_rpe.cli.printing import decimals
-from fairseq_rpe.core import DenseBias, PairBias, Positions, Registry, ToeplitzBias, block, configure, option, parse
-from fairseq_rpe.utils.table import Cell, Row, Table, number, spread
+from fairseq_rpe.core import DenseBias, PairBias, Positions, Registry, ToeplitzBias, configure, option, parse
+from fairseq_rpe.core.renamed import SPEC_OPTIONS
+from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, number_cell
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,20 @@ def test_bad_specs_are_one_line(words, specs):
             configure(Example, *parse(spec))
 
 
+def test_a_renamed_option_is_refused_with_its_new_name(monkeypatch):
+    monkeypatch.setitem(SPEC_OPTIONS, ("demo", "number"), "count")
+    with refused("'demo' has no option 'number': it is called 'count' now"):
+        configure(Example, *parse("demo:number=1"))
+    monkeypatch.setitem(SPEC_OPTIONS, ("demo", "number"), "removed")  # not an option of the class with this name
+    with refused("'demo' has no option 'number'; its options and defaults: "):
+        configure(Example, *parse("demo:number=1"))
+    for (name, old), new in SPEC_OPTIONS.items():
+        for package in (algorithms, encodings, positions):
+            if name in package.names():
+                with refused(f"'{name}' has no option '{old}': it is called '{new}' now"):
+                    package.normalise(f"{name}:{old}=1")
+
+
 def test_registry_refuses_duplicates_and_suggests():
     registry = Registry("thing", "no.such.group")
     one, two = (type(name, (), {"Config": Example}) for name in ("One", "Two"))
@@ -78,18 +93,18 @@ def test_registry_refuses_duplicates_and_suggests():
 
 
 def test_a_number_that_is_rounded_to_zero_has_no_minus():
-    assert [number(x, ".3f").text for x in (-4e-4, -0.0, 4e-4, -6e-4)] == ["0.000", "0.000", "0.000", "-0.001"]
-    assert [number(x, "+.3f").text for x in (-4e-4, 4e-4, -6e-4)] == ["0.000", "+0.000", "-0.001"]
-    assert spread(-4e-4, ".3f", [-4e-4, 4e-4]).text == "0.000 (0.000 to 0.000)"
-    assert number(-4e-4, ".3f").value == -4e-4  # CSV has the exact number
+    assert [number_cell(x, ".3f").text for x in (-4e-4, -0.0, 4e-4, -6e-4)] == ["0.000", "0.000", "0.000", "-0.001"]
+    assert [number_cell(x, "+.3f").text for x in (-4e-4, 4e-4, -6e-4)] == ["0.000", "+0.000", "-0.001"]
+    assert cell_with_range(-4e-4, ".3f", [-4e-4, 4e-4]).text == "0.000 (0.000 to 0.000)"
+    assert number_cell(-4e-4, ".3f").value == -4e-4  # CSV has the exact number
     assert [decimals(x, 3) for x in (-4e-4, -1234.5, None)] == ["0.000", "-1,234.500", ""]
 
 
 def test_a_table_in_latex_is_escaped_ruled_and_has_its_caption():
     cells = [Cell("-0.50", -0.5, best=True), Cell("48.50", 48.5, note="47.1–49.2")]
-    rows = [Row("inv_n & co", cells, note="50 %"), Row("{a}^b~c$#\\", [Cell("1e-5"), Cell("−2")])]
-    table = Table("Σ exp(bias) at ε ≤ 5 %, 64×.", ["", "a_b", "ratio"], rows, starred="least", groups=["L & 2 L"])
-    text = table.latex()
+    rows = [TableRow("inv_n & co", cells, note="50 %"), TableRow("{a}^b~c$#\\", [Cell("1e-5"), Cell("−2")])]
+    table = Table("Σ exp(bias) at ε ≤ 5 %, 64×.", ["", "a_b", "ratio"], rows, best_label="least", groups=["L & 2 L"])
+    text = table.to_latex()
     lines = text.splitlines()
     assert lines[:2] == [r"\begin{table}", r"\centering"] and lines[-1] == r"\end{table}" and text.isascii()
     assert [line for line in lines if "rule" in line] == [r"\toprule", r"\midrule", r"\bottomrule"]
@@ -107,5 +122,5 @@ def test_forms_agree():
     expected = table[:, distance][None]
     pair = PairBias(lambda i, j, t: t[:, (i[0, :, None] - j[0]).clamp_min(0).long()][None], (table,))
     for form in (ToeplitzBias(table), pair, DenseBias(expected)):
-        assert torch.equal(block(form, pos), expected)
-        assert torch.equal(block(form, pos, slice(1, 3), slice(0, 7)), expected[:, :, 1:3, :7])
+        assert torch.equal(form.materialize(pos), expected)
+        assert torch.equal(form.materialize(pos, slice(1, 3), slice(0, 7)), expected[:, :, 1:3, :7])

@@ -183,8 +183,8 @@ def error_of(call, *arguments) -> str:
 
 def test_values_that_do_not_fit_together_are_refused() -> None:
     good = {"span": {"first": 1, "last": 2}}
-    assert records.read(Outer, good, "f line 1", "the row") == Outer(Span(1, 2))
-    said = error_of(records.read, Outer, {"span": {"first": 3, "last": 2}}, "f line 1", "the row")
+    assert records.read_record(Outer, good, "f line 1", "the row") == Outer(Span(1, 2))
+    said = error_of(records.read_record, Outer, {"span": {"first": 3, "last": 2}}, "f line 1", "the row")
     assert said == "f line 1: span of the row ends before it begins"
 
 
@@ -205,7 +205,7 @@ RECORDS = st.builds(
 @steady
 @given(RECORDS)
 def test_records_round_trip(row: Row) -> None:
-    assert records.read(Row, json.loads(json.dumps(records.write(row))), "f", "the row") == row
+    assert records.read_record(Row, json.loads(json.dumps(records.to_dict(row))), "f", "the row") == row
 
 
 # a line, and what the error says of it
@@ -247,7 +247,7 @@ NO_ROW = [
 @pytest.mark.parametrize(("line", "words"), NO_ROW, ids=range(len(NO_ROW)))
 def test_a_damaged_row_is_named_and_the_others_stay(line: bytes, words: str, path: Path) -> None:
     path.write_bytes(GOOD.encode() + line + b"\n" + GOOD.encode())
-    message = error_of(records.read_lines, Row, path, "the row")
+    message = error_of(records.read_records, Row, path, "the row")
     assert words in message and message.startswith(f"{path} line 2")
     before = path.read_bytes()
     files.append_json_line(path, {})
@@ -255,12 +255,12 @@ def test_a_damaged_row_is_named_and_the_others_stay(line: bytes, words: str, pat
 
 
 def test_rows_stay_as_they_were_written(path: Path) -> None:
-    assert files.read_json_lines(path) == [] == records.read_lines(Row, path, "the row")
+    assert files.read_json_lines(path) == [] == records.read_records(Row, path, "the row")
     odd = '{"name":"\u2028", "tokens": 7, "ppl": 2, "words": Infinity, "later": NaN}'
     path.write_text(odd, encoding="utf-8")
     files.append_json_line(path, json.loads(GOOD))
     assert path.read_text(encoding="utf-8") == odd + "\n" + GOOD
-    assert records.read_lines(Row, path, "the row") == [Row("\u2028", 7, 2.0, math.inf), Row("a", 7, 2.5)]
+    assert records.read_records(Row, path, "the row") == [Row("\u2028", 7, 2.0, math.inf), Row("a", 7, 2.5)]
     assert [*path.parent.iterdir()] == [path]
 
 
@@ -283,9 +283,11 @@ def test_a_damaged_file_is_named_with_its_line(content: bytes, words: str, path:
 
 def test_what_a_user_wrote_needs_no_restoring() -> None:
     given = {"name": "a", "tokens": 7, "ppl": 2}
-    assert records.read(Row, given, "F", "the row", strict=False).ppl == 2.0
-    assert error_of(records.read, Row, given, "F", "the row") == "F: ppl of the row must be a number above 0, not 2"
-    said = error_of(records.read, Row, {}, "F", "the row", False)
+    assert records.read_record(Row, given, "F", "the row", strict=False).ppl == 2.0
+    assert (
+        error_of(records.read_record, Row, given, "F", "the row") == "F: ppl of the row must be a number above 0, not 2"
+    )
+    said = error_of(records.read_record, Row, {}, "F", "the row", False)
     assert said == "F: the row lacks name: restore it or delete it"
 
 
@@ -296,9 +298,11 @@ class Lists:
 
 
 def test_lists_of_numbers_are_checked_without_reading_annotations_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert records.read(Lists, {"upto": [1], "loss": [1, 2.5]}, "f", "the row", strict=False).loss == (1.0, 2.5)
+    assert records.read_record(Lists, {"upto": [1], "loss": [1, 2.5]}, "f", "the row", strict=False).loss == (1.0, 2.5)
     for wrong in ([1, -1], [1, True], [0, 1.0], ["1"], [None], "12", 1):
-        assert "f: upto of the row must be " in error_of(records.read, Lists, {"upto": wrong}, "f", "the row")
-    assert "f: loss of the row" in error_of(records.read, Lists, {"upto": [], "loss": [math.nan]}, "f", "the row")
+        assert "f: upto of the row must be " in error_of(records.read_record, Lists, {"upto": wrong}, "f", "the row")
+    assert "f: loss of the row" in error_of(
+        records.read_record, Lists, {"upto": [], "loss": [math.nan]}, "f", "the row"
+    )
     monkeypatch.delattr(records, "_value")  # which takes most of the time of a file of 200,000 results
-    assert records.read(Lists, {"upto": [1, 2], "loss": [0.5]}, "f", "the row") == Lists((1, 2), (0.5,))
+    assert records.read_record(Lists, {"upto": [1, 2], "loss": [0.5]}, "f", "the row") == Lists((1, 2), (0.5,))

@@ -15,28 +15,8 @@ FILES = sorted(Path(PACKAGE).rglob("*.py"))
 VAGUE = {"found", "own", "one", "given", "made", "said", "told", "asked", "wanted", "known", "kept", "some", "few"}
 VAGUE |= {"place", "part"}
 # Words of the right column of the glossary in CONTRIBUTING.md; the left column has the word to use.
-REPLACED = {
-    "asks",
-    "beside",
-    "carry_out",
-    "doors",
-    "findings",
-    "finding",
-    "judged",
-    "is_content_dependent",
-    "is_pure_rotation",
-}
-REPLACED |= {
-    "planted",
-    "length_dependent",
-    "needs_token_ids",
-    "transform_scores",
-    "reading",
-    "settle",
-    "settled",
-    "turn",
-    "turned",
-}
+REPLACED = {"asks", "beside", "carry_out", "doors", "findings", "finding", "judged", "of_content", "only_turns"}
+REPLACED |= {"planted", "reads_length", "reads_tokens", "remap", "reading", "settle", "settled", "turn", "turned"}
 REPLACED |= {"turns", "weighs", "remainder_of", "subset", "reach"}
 
 

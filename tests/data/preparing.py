@@ -15,7 +15,7 @@ from test_tokenizer import NASTY
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import SPLITS
-from fairseq_rpe.data.pipeline import prepare
+from fairseq_rpe.data.pipeline import prepare_corpus
 from fairseq_rpe.data.prepare_options import PrepareOptions
 from fairseq_rpe.data.stream import decode_documents
 
@@ -59,7 +59,7 @@ def write_rows(path: Path, texts: Sequence[str]) -> Path:
 
 def options(dest: Path, *train: Path, **changes: Any) -> PrepareOptions:
     usual = {"vocab_size": 400, "valid_fraction": 0.2, "test_fraction": 0.2, "workers": 1}
-    return PrepareOptions(dest=dest, train=train, **{**usual, **changes})
+    return PrepareOptions(out=dest, train=train, **{**usual, **changes})
 
 
 def ignored(line: str) -> None:
@@ -81,13 +81,13 @@ def contents(folder: Path, *left_out: str) -> dict[str, bytes]:
 
 def refused(options: PrepareOptions) -> str:
     """The message of the refusal, after checking that it is one line and left nothing behind."""
-    before = sorted(options.dest.parent.glob("*"))
+    before = sorted(options.out.parent.glob("*"))
     with pytest.raises(UserError) as caught:
-        prepare(options, ignored)
-    assert before == sorted(options.dest.parent.glob("*")) and "\n" not in str(caught.value)
+        prepare_corpus(options, ignored)
+    assert before == sorted(options.out.parent.glob("*")) and "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def fill(folder: Path) -> None:
     """For ``made_once``: a folder ``texts`` of files, and a corpus that was made of them."""
-    prepare(options(folder / "corpus", write_texts(folder / "texts")), ignored)
+    prepare_corpus(options(folder / "corpus", write_texts(folder / "texts")), ignored)

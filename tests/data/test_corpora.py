@@ -20,9 +20,9 @@ from test_tokenizer import NASTY
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data import documents, pipeline, sourcefiles, vocabulary
+from fairseq_rpe.data import documents, pipeline, vocabulary
 from fairseq_rpe.data import splits as splitting
-from fairseq_rpe.data.encoders import EOS, Encoder, load_decoder, load_encoder
+from fairseq_rpe.data.documents import SourceFile, find_source_files, read_blocks
 from fairseq_rpe.data.folder import (
     MADE_BY,
     SPLITS,
@@ -35,10 +35,17 @@ from fairseq_rpe.data.folder import (
     read_units,
     write_index,
 )
-from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.sourcefiles import Entry, find_entries, read_blocks
-from fairseq_rpe.data.stream import PIECE, Piece, SplitWriter, cut, decode_documents, encode_chunk, gather
-from fairseq_rpe.data.tokenizer import Tokenizer
+from fairseq_rpe.data.pipeline import prepare_corpus
+from fairseq_rpe.data.stream import (
+    PIECE,
+    Piece,
+    SplitWriter,
+    decode_documents,
+    encode_chunk,
+    group_pieces,
+    split_pieces,
+)
+from fairseq_rpe.data.tokenization import EOS, Encoder, Tokenizer, load_decoder, load_encoder
 from fairseq_rpe.data.vocabulary import BpeLearner
 
 Patch = pytest.MonkeyPatch
@@ -53,7 +60,7 @@ def made(made_once) -> Path:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(st.sampled_from("ab\n é\u2028漢")) | st.sampled_from(TEXTS), st.integers(1, 60), st.integers(2, 1000))
 def test_pieces_are_the_text_and_bounded(content: str, block: int, size: int) -> None:
-    found = list(cut([content[i : i + block] for i in range(0, len(content), block)], size))
+    found = list(split_pieces([content[i : i + block] for i in range(0, len(content), block)], size))
     assert "".join(piece.text for piece in found).encode() == finished([content])[0] or not content
     assert max(len(piece.text) for piece in found) <= size + 1
     assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
@@ -71,7 +78,7 @@ def test_words_are_encoded_as_their_lines_and_pieces_would_be(made: Path) -> Non
     assert_encoded_as_its_lines(made, [*NASTY, *"\n".join(TEXTS).split("\n")])
     encoder = load_encoder("bpe", made)
     for content in PROSE:
-        found = [encoder.encode(piece.text) for piece in cut([content], 64)]
+        found = [encoder.encode(piece.text) for piece in split_pieces([content], 64)]
         assert np.array_equal(np.concatenate(found), encoder.encode(content + "\n"))
 
 
@@ -80,14 +87,14 @@ def test_scripts_with_marks_inside_words(tmp_path: Path) -> None:
     syllables = ["कि", "ता", "ब", "हिं", "दी", "को", "e\u0301t", "te\u0301", "ธ์", "กี่", "ascii", "x1"]
     texts = [" ".join("".join(rng.choices(syllables, k=3)) for _ in range(90)) + "।\n" for _ in range(40)]
     rows, dest = write_rows(tmp_path / "rows.jsonl", texts), tmp_path / "corpus"
-    prepare(options(dest, rows), ignored)
+    prepare_corpus(options(dest, rows), ignored)
     assert sorted(everything(dest)) == sorted(finished(texts))
     assert any(len(symbol) > 1 and "ि" in symbol[1:] for symbol in read_dictionary(dest / "dict.txt"))
     assert_encoded_as_its_lines(dest, [line for t in texts for line in t[:-1].split("\n")])
 
 
 def test_gather_keeps_order_and_bounds() -> None:
-    chunks = list(gather([(key, Piece(f"{key}{number}")) for number in range(20) for key in "ab"], 8))
+    chunks = list(group_pieces([(key, Piece(f"{key}{number}")) for number in range(20) for key in "ab"], 8))
     for key in "ab":
         assert [p.text for k, chunk in chunks if k == key for p in chunk] == [f"{key}{n}" for n in range(20)]
     assert max(sum(len(p.text) for p in chunk) for _, chunk in chunks) < 16
@@ -114,7 +121,7 @@ def test_streams_are_lossless_and_only_boundaries_are_lone_line_ends(
     """Whatever the sizes of pieces and chunks."""
     folder = tmp_path_factory.mktemp("stream")
     with SplitWriter(folder, "x", "<u2") as writer:
-        for _, part in gather([("x", piece) for t in texts for piece in cut([t], size)], chunk):
+        for _, part in group_pieces([("x", piece) for t in texts for piece in split_pieces([t], size)], chunk):
             writer.add(encode_chunk(Letters(), part))
     tokens, sizes = read_split(folder, "x")
     assert writer.counts["tokens"] == len(tokens) == sizes.sum() and writer.counts["documents"] == len(texts)
@@ -205,8 +212,8 @@ def test_corpora_that_mark_no_documents_are_refused(tmp_path: Path) -> None:
 
 
 def test_any_number_of_workers_and_any_size_of_chunks(made: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(pipeline, "gather", lambda stream: gather(stream, 500))
-    prepare(options(tmp_path / "corpus", made.parent / "texts", workers=2), ignored)
+    monkeypatch.setattr(pipeline, "group_pieces", lambda stream: group_pieces(stream, 500))
+    prepare_corpus(options(tmp_path / "corpus", made.parent / "texts", workers=2), ignored)
     assert contents(tmp_path / "corpus") == contents(made)
 
 
@@ -222,7 +229,7 @@ def test_a_document_keeps_its_split_whatever_else_there_is(
     folder, splits = tmp_path_factory.mktemp("rows"), []
     for name, chosen in (("few", numbers), ("all", list(dict.fromkeys([*more, *numbers[::-1]])))):
         rows = write_rows(folder / f"{name}.jsonl", [f"document {number}\n" for number in chosen])
-        found = list(splitting.DividedDocuments(options(folder / "corpus", rows, seed=seed)))
+        found = list(splitting.SplitDocuments(options(folder / "corpus", rows, seed=seed)))
         assert len(found) == len({document.digest for _, document in found}) == len(chosen)
         splits.append({document.digest: split for split, document in found})
     assert splits[0].items() <= splits[1].items() and set(splits[1].values()) <= set(SPLITS)
@@ -231,7 +238,7 @@ def test_a_document_keeps_its_split_whatever_else_there_is(
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.xz", "jsonl.zst", "json", "json.zst", "parquet"])
 def test_formats_give_the_same_corpus(made: Path, tmp_path: Path, ending: str) -> None:
     path = write_rows(tmp_path / f"rows.{ending}", [text for part in range(3) for text in TEXTS[part::3]])
-    prepare(options(tmp_path / "corpus", path, vocab_size=None, vocab_from=made), ignored)
+    prepare_corpus(options(tmp_path / "corpus", path, vocab_size=None, vocab_from=made), ignored)
     assert contents(tmp_path / "corpus", "corpus.json") == contents(made, "corpus.json")
 
 
@@ -239,11 +246,11 @@ def test_formats_give_the_same_corpus(made: Path, tmp_path: Path, ending: str) -
 def test_json_that_is_one_document_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "all.json").write_text(text)
     with pytest.raises(UserError, match=r"all.json is JSON, but not an object per line: leave it out, or write each"):
-        find_entries([tmp_path])
+        find_source_files([tmp_path])
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
         archive.writestr("package.json", text)
         archive.writestr("a.txt", "words")
-    entries, _ = find_entries([tmp_path / "all.zip"], include=["*.txt"])
+    entries, _ = find_source_files([tmp_path / "all.zip"], include=["*.txt"])
     assert [entry.name for entry in entries] == ["a.txt"]
 
 
@@ -255,7 +262,7 @@ def test_zip_archives_and_patterns(made: Path, tmp_path: Path) -> None:
         archive.writestr("notes.md", "not wanted")
     said: list[str] = []
     given: dict[str, Any] = {"include": ("*.txt", "*.png"), "vocab_size": None, "vocab_from": made}
-    prepare(options(tmp_path / "corpus", tmp_path / "all.zip", **given), said.append)
+    prepare_corpus(options(tmp_path / "corpus", tmp_path / "all.zip", **given), said.append)
     assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS)) and "left out: 1 binary" in said
 
 
@@ -264,7 +271,7 @@ def test_given_splits_and_rows_as_lines(tmp_path: Path) -> None:
     for split in SPLITS:
         rows = [" = Title = \n", "", f" words of {split} <unk> here \n", "no newline"]
         files[split] = (write_rows(tmp_path / f"{split}.jsonl", rows),)
-    prepare(options(tmp_path / "corpus", *files.pop("train"), **files, **SPELT, rows_are_lines=True), ignored)
+    prepare_corpus(options(tmp_path / "corpus", *files.pop("train"), **files, **SPELT, rows_are_lines=True), ignored)
     lines = b"= Title = \n\nwords of \xef\xbf\xbd\xef\xbf\xbdhere \nno newline \n"
     assert everything(tmp_path / "corpus")[1:] == [lines] * 2
     units = read_units(tmp_path / "corpus", "test")
@@ -276,7 +283,7 @@ def test_words_have_fairseqs_own_dictionary(tmp_path: Path) -> None:
 
     # Names of fairseq's specials would come back as what they stand for.
     rows = write_rows(tmp_path / "rows.jsonl", [*PROSE, *TEXTS[37:]])
-    prepare(options(tmp_path / "corpus", rows, **SPELT), ignored)
+    prepare_corpus(options(tmp_path / "corpus", rows, **SPELT), ignored)
     theirs = Dictionary()
     for document in decode_documents(tmp_path / "corpus", "train"):
         for word in document.decode().split():
@@ -288,13 +295,13 @@ def test_words_have_fairseqs_own_dictionary(tmp_path: Path) -> None:
 
 def test_a_vocabulary_can_be_shared(made: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "other.jsonl", [prose(1000 + number) + " ©" for number in range(12)])
-    prepare(options(tmp_path / "corpus", rows, vocab_size=None, vocab_from=made), ignored)
+    prepare_corpus(options(tmp_path / "corpus", rows, vocab_size=None, vocab_from=made), ignored)
     for name in ("dict.txt", "spm.model"):
         assert (tmp_path / "corpus" / name).read_bytes() == (made / name).read_bytes()
     assert len(everything(tmp_path / "corpus")) == 12
 
     mixed = tmp_path / "mixed"
-    prepare(options(mixed, rows, vocab_size=350), ignored)
+    prepare_corpus(options(mixed, rows, vocab_size=350), ignored)
     (mixed / "dict.txt").write_bytes((made / "dict.txt").read_bytes())
     message = refused(options(tmp_path / "new", rows, vocab_size=None, vocab_from=mixed))
     assert f"{mixed}/dict.txt is not the one that the corpus was made with" in message
@@ -325,7 +332,7 @@ def test_a_few_files_of_any_size_give_three_splits(made: Path, tmp_path: Path, n
         (tmp_path / "texts" / f"{number}.txt").write_text(texts[-1], newline="")
     said: list[str] = []
     changes: dict[str, Any] = {"vocab_from": made, "vocab_size": None, "valid_fraction": 0.05, "test_fraction": 0.05}
-    manifest = prepare(options(tmp_path / "corpus", tmp_path / "texts", **changes), said.append)
+    manifest = prepare_corpus(options(tmp_path / "corpus", tmp_path / "texts", **changes), said.append)
     parts = {split: [part.decode() for part in decode_documents(tmp_path / "corpus", split)] for split in SPLITS}
     assert all(count["words"] > count["lines"] for count in manifest["splits"].values())
     cut = [line for line in said if line.startswith("too few documents to choose from (")]
@@ -352,14 +359,14 @@ def test_each_document_is_cut_where_that_is_asked_for(made: Path, tmp_path: Path
     """One of a single word is all for training; the first documents are those of training."""
     texts = [" ".join(f"w{draw % 500}" for draw in range(n, n + 400)) + "\n" for n in range(0, 20000, 1000)]
     rows = write_rows(tmp_path / "rows.jsonl", [*texts, "alone\n"])
-    changes: dict[str, Any] = {"divide_by": "part", "vocab_from": made, "vocab_size": None, "valid_fraction": 0.1}
-    prepare(options(tmp_path / "corpus", rows, **changes), ignored)
+    changes: dict[str, Any] = {"split_by": "part", "vocab_from": made, "vocab_size": None, "valid_fraction": 0.1}
+    prepare_corpus(options(tmp_path / "corpus", rows, **changes), ignored)
     found = [[text.decode() for text in decode_documents(tmp_path / "corpus", split)] for split in SPLITS]
     assert [len(documents) for documents in found] == [21, 20, 20] and found[0][-1] == "alone\n"
     for text, parts in zip(texts, zip(*found, strict=False), strict=True):
         assert "".join(" ".join(parts).split()) == "".join(text.split())
         assert [len(part) / len(text) for part in parts] == pytest.approx([0.7, 0.1, 0.2], abs=0.01)
-    first = prepare(options(tmp_path / "first", rows, **changes, documents=3), ignored)
+    first = prepare_corpus(options(tmp_path / "first", rows, **changes, documents=3), ignored)
     assert [count["documents"] for count in first["splits"].values()] == [3, 3, 3]
 
 
@@ -367,7 +374,7 @@ def test_rows_of_one_file_are_divided_between_lines(made: Path, tmp_path: Path) 
     texts = [f"row {number} of a file\n" for number in range(200)]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
     changes: dict[str, Any] = {"rows_are_lines": True, "vocab_from": made, "vocab_size": None}
-    prepare(options(tmp_path / "corpus", rows, **changes), ignored)
+    prepare_corpus(options(tmp_path / "corpus", rows, **changes), ignored)
     found = everything(tmp_path / "corpus")
     assert b"".join(found).decode() == "".join(texts) and [part.count(b"\n") for part in found] == [123, 39, 38]
 
@@ -391,7 +398,7 @@ def test_gpt2_tokens_are_the_librarys_and_every_byte_returns(made: Path, gpt2: P
     from tokenizers import ByteLevelBPETokenizer
 
     dest = tmp_path / "corpus"
-    prepare(options(dest, made.parent / "texts", tokenizer="gpt2", gpt2=gpt2, vocab_size=None), ignored)
+    prepare_corpus(options(dest, made.parent / "texts", tokenizer="gpt2", gpt2=gpt2, vocab_size=None), ignored)
     assert sorted(everything(dest)) == sorted(finished(TEXTS))
     symbols = read_dictionary(dest / "dict.txt")
     assert len(symbols) == 400 + 8 and symbols[-4:] == [*(f"madeupword000{i}" for i in range(3)), "<mask>"]
@@ -409,7 +416,7 @@ def test_gpt2_takes_a_published_dictionary_and_file_names(gpt2: Path, tmp_path: 
     order = [*map(str, range(399, -1, -1)), "madeupword0000"]
     (published / "dict.txt").write_text("".join(f"{number} 7\n" for number in order))
     given: dict[str, Any] = {"tokenizer": "gpt2", "gpt2": published, "vocab_size": None}
-    prepare(options(tmp_path / "corpus", rows, **given), ignored)
+    prepare_corpus(options(tmp_path / "corpus", rows, **given), ignored)
     assert read_dictionary(tmp_path / "corpus" / "dict.txt")[4:] == order
     assert sorted(everything(tmp_path / "corpus")) == sorted(finished(PROSE))
     for name, content, words in (
@@ -426,7 +433,7 @@ def test_gpt2_takes_a_published_dictionary_and_file_names(gpt2: Path, tmp_path: 
 
 def test_known_corpora_from_local_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def known(name: str, source: Path, *more: str) -> Path:
-        command = ["prepare-known", name, "--dest", str(tmp_path / name), "--workers", "1", "--from", str(source)]
+        command = ["prepare-corpus", name, "--out", str(tmp_path / name), "--workers", "1", "--from", str(source)]
         assert main([*command, *more]) == 0
         return tmp_path / name
 
@@ -466,11 +473,11 @@ def test_units_are_read_if_they_are_recorded(made: Path, tmp_path: Path) -> None
 def test_a_long_line_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: Patch) -> None:
     path = tmp_path / "long.txt"
     path.write_text("a long line " * 400_000 + "y" * 600_000)
-    (document,) = documents.Reader([Entry(path)])
+    (document,) = documents.DocumentReader([SourceFile(path)])
     assert max(map(len, document.blocks())) <= 1 << 20
-    lengths = [len(piece.text) for piece in cut(document.blocks())]
+    lengths = [len(piece.text) for piece in split_pieces(document.blocks())]
     assert max(lengths) <= PIECE + 1 and sum(lengths) == 5_400_001
-    monkeypatch.setattr(sourcefiles, "MAX_JSON_LINE", 1 << 20)
+    monkeypatch.setattr(documents, "MAX_JSON_LINE", 1 << 20)
     long_row = write_rows(tmp_path / "row.jsonl", ["x" * (3 << 20)])
     assert "row.jsonl line 1 is over 1 MiB" in refused(options(tmp_path / "corpus", long_row))
 
@@ -478,8 +485,8 @@ def test_a_long_line_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: Patc
 def test_blocks_of_text_are_decoded_across_their_ends(tmp_path: Path, monkeypatch: Patch) -> None:
     content = "é漢🙂\r\n\x85" * 9
     (tmp_path / "a.txt").write_bytes(content.encode())
-    assert b"".join(read_blocks(Entry(tmp_path / "a.txt"))) == content.encode()
+    assert b"".join(read_blocks(SourceFile(tmp_path / "a.txt"))) == content.encode()
     blocks = [content.encode()[i : i + 1] for i in range(len(content.encode()))]
     monkeypatch.setattr(documents, "read_blocks", lambda entry: iter(blocks))
-    (document,) = documents.Reader([Entry(tmp_path / "a.txt")])
+    (document,) = documents.DocumentReader([SourceFile(tmp_path / "a.txt")])
     assert "".join(document.blocks()) == content

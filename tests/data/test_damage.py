@@ -17,9 +17,9 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import (
     MADE_BY,
     check_folder,
+    corpus_digest,
     count_tokens,
     describe_files,
-    digest,
     read_dictionary,
     read_split,
     read_units,
@@ -149,7 +149,7 @@ COMMANDS = {
     "eval": "eval {checkpoint} {data} --lengths 64",
     "sliding": "sliding {checkpoint} {data} --windows 16 --out {out}",
     "erf": "erf {checkpoint} {data} --out {out}",
-    "train": "train {data} --rpe alibi --save-dir {out} --tokens 32",
+    "train": "train {data} --rpe alibi --out {out} --tokens 32",
     "sweep": "sweep {data} --encodings alibi --lengths 64 --out {out}",
 }
 
@@ -171,13 +171,13 @@ def test_every_command_that_reads_a_folder_checks_it(
 def test_what_is_not_damaged_is_used(data: Path) -> None:
     from fairseq.data import Dictionary
 
-    before = digest(data)
+    before = corpus_digest(data)
     for content in ("{}", '{"made_by": "me", "splits": 3}'):  # of somebody else
         (data / "corpus.json").write_text(content)
         check_folder(data, "train", "valid", "test")
     manifest(files=describe_files(data, DIGESTS), splits={"test": {"tokens": 3}}, later=[1])(data)
     check_folder(data, "test")
-    assert read_units(data, "test") is None and digest(data) == before
+    assert read_units(data, "test") is None and corpus_digest(data) == before
     symbols = (data / "dict.txt").read_text() + "a-new-word 0\na 7 #fairseq:overwrite\na 8 #fairseq:overwrite\n"
     (data / "dict.txt").write_text(symbols.rstrip("\n"))
     assert read_dictionary(data / "dict.txt") == Dictionary.load(str(data / "dict.txt")).symbols
@@ -205,5 +205,5 @@ def test_a_damaged_vocabulary_is_one_line(
     damage, words = VOCABULARIES[kind]
     damage(data)
     (tmp_path / "a.txt").write_text("some text")
-    said = error_of(capsys, "prepare", tmp_path / "a.txt", "--vocab-from", data, "--dest", tmp_path / "d")
+    said = error_of(capsys, "prepare", tmp_path / "a.txt", "--vocab-from", data, "--out", tmp_path / "d")
     assert re.search(words, said) and not (tmp_path / "d").exists()

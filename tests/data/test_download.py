@@ -16,7 +16,7 @@ import pytest
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.download import download
-from fairseq_rpe.utils.files import lock
+from fairseq_rpe.utils.files import exclusive_lock
 
 CONTENT = b"".join(number.to_bytes(4, "big") for number in range(50_000))
 OTHER = CONTENT[::-1]
@@ -173,7 +173,7 @@ def test_two_processes_do_not_get_one_file_twice(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "file.zip"
-    with lock(tmp_path, "busy"):
+    with exclusive_lock(tmp_path, "busy"):
         other = threading.Thread(target=get, args=(server, path, "500"))
         other.start()
         while not (said := capsys.readouterr().err):

@@ -21,12 +21,12 @@ from preparing import TEXTS, contents, everything, fill, finished, ignored, opti
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import vocabulary
 from fairseq_rpe.data.folder import read_manifest
-from fairseq_rpe.data.pipeline import prepare
+from fairseq_rpe.data.pipeline import prepare_corpus
 from fairseq_rpe.data.prepare_options import PrepareOptions
 from fairseq_rpe.data.stream import SplitWriter
-from fairseq_rpe.data.tokenizer import Tokenizer
+from fairseq_rpe.data.tokenization import Tokenizer
 from fairseq_rpe.data.vocabulary import BpeLearner
-from fairseq_rpe.utils.files import lock
+from fairseq_rpe.utils.files import exclusive_lock
 
 Patch = pytest.MonkeyPatch
 Captured = pytest.CaptureFixture[str]
@@ -49,14 +49,14 @@ def quick(dest: Path, rows: Path, **changes: Any) -> PrepareOptions:
 
 def test_second_call_does_nothing_and_damage_is_repaired(rows: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     dest = tmp_path / "corpus"
-    prepare(quick(dest, rows), ignored)
+    prepare_corpus(quick(dest, rows), ignored)
     first = contents(dest)
     (dest / "train.bin").write_bytes(b"damaged")
-    prepare(quick(dest, rows), ignored)
+    prepare_corpus(quick(dest, rows), ignored)
     assert contents(dest) == first
     monkeypatch.setattr(SplitWriter, "add", lambda *_: pytest.fail("built again"))
     said: list[str] = []
-    prepare(quick(dest, rows, workers=3), said.append)
+    prepare_corpus(quick(dest, rows, workers=3), said.append)
     assert said == [f"{dest} is up to date"]
 
 
@@ -68,7 +68,7 @@ def test_failure_leaves_the_old_state(
 ) -> None:
     dest = tmp_path / "corpus"
     if existing:
-        prepare(quick(dest, rows), ignored)
+        prepare_corpus(quick(dest, rows), ignored)
     before = contents(dest) if existing else None
     places: dict[str, tuple[Any, str]] = {
         "learning": (vocabulary.WordLearner, "write"),
@@ -85,7 +85,7 @@ def test_failure_leaves_the_old_state(
 
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(UserError if isinstance(kind, OSError) else kind) as caught:
-        prepare(quick(dest, rows, seed=2, overwrite=True), ignored)
+        prepare_corpus(quick(dest, rows, seed=2, overwrite=True), ignored)
     if isinstance(kind, OSError):
         assert str(caught.value).startswith(f"no space left on the disk while writing {dest}: ")
     assert (contents(dest) if existing else None) == before
@@ -97,14 +97,14 @@ def test_leftovers_of_a_killed_run_are_removed(rows: Path, tmp_path: Path) -> No
     others = [tmp_path / ".corpus.prepare-mine", tmp_path / ".other.prepare-123"]
     for other in others:
         other.mkdir()
-    prepare(quick(tmp_path / "corpus", rows), ignored)
+    prepare_corpus(quick(tmp_path / "corpus", rows), ignored)
     assert sorted(tmp_path.iterdir()) == sorted([*others, rows, tmp_path / "corpus"])
 
 
 def test_destination_may_be_a_link_or_an_empty_folder(rows: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "corpus").symlink_to(tmp_path / "elsewhere")
-    prepare(quick(tmp_path / "corpus", rows), ignored)
+    prepare_corpus(quick(tmp_path / "corpus", rows), ignored)
     assert (tmp_path / "corpus").is_symlink() and (tmp_path / "elsewhere" / "corpus.json").is_file()
     (tmp_path / "folder").mkdir()
     assert tmp_path.joinpath("elsewhere").stat().st_mode == tmp_path.joinpath("folder").stat().st_mode
@@ -128,7 +128,7 @@ def test_foreign_destinations_are_kept(rows: Path, tmp_path: Path, monkeypatch: 
     if os.geteuid():
         (tmp_path / "closed").mkdir(mode=0o500)
         assert "closed may not be read or written" in refused(quick(tmp_path / "closed" / "corpus", rows))
-    prepare(quick(tmp_path / "corpus", rows), ignored)
+    prepare_corpus(quick(tmp_path / "corpus", rows), ignored)
     (tmp_path / "corpus" / "checkpoint.pt").write_bytes(b"weights")
     assert "checkpoint.pt" in refused(quick(tmp_path / "corpus", rows, seed=2))
     assert (tmp_path / "corpus" / "checkpoint.pt").read_bytes() == b"weights"
@@ -136,25 +136,25 @@ def test_foreign_destinations_are_kept(rows: Path, tmp_path: Path, monkeypatch: 
 
 def test_a_corpus_made_with_other_settings_is_replaced_only_if_that_is_said(rows: Path, tmp_path: Path) -> None:
     dest = tmp_path / "corpus"
-    prepare(quick(dest, rows), ignored)
+    prepare_corpus(quick(dest, rows), ignored)
     before = contents(dest)
-    message = refused(quick(dest, rows, seed=2, divide_by="part"))
+    message = refused(quick(dest, rows, seed=2, split_by="part"))
     assert f"{dest} was made with other settings" in message and "--overwrite" in message
-    assert "seed is 1 there, 2 here" in message and "divide_by is the default there, part here" in message
+    assert "seed is 1 there, 2 here" in message and "split_by is the default there, part here" in message
     assert "of another text" in refused(quick(dest, write_rows(tmp_path / "more.jsonl", ["a b\n"] * 9)))
-    prepare(quick(tmp_path / "other", rows, vocab_from=dest, seed=3), ignored)
+    prepare_corpus(quick(tmp_path / "other", rows, vocab_from=dest, seed=3), ignored)
     assert "with another vocabulary" in refused(quick(tmp_path / "other", rows, seed=3))
     assert contents(dest) == before
-    prepare(quick(dest, rows, seed=2, overwrite=True), ignored)
+    prepare_corpus(quick(dest, rows, seed=2, overwrite=True), ignored)
     assert read_manifest(dest)["options"]["seed"] == 2
     (dest / "train.bin").write_bytes(b"damaged")  # with the same settings it is made again
-    prepare(quick(dest, rows, seed=2), ignored)
+    prepare_corpus(quick(dest, rows, seed=2), ignored)
     assert read_manifest(dest)["options"]["seed"] == 2 and (dest / "train.bin").read_bytes() != b"damaged"
 
 
-@pytest.mark.parametrize("command", ["prepare", "prepare-known openwebtext2 --from"])
+@pytest.mark.parametrize("command", ["prepare", "prepare-corpus openwebtext2 --from"])
 def test_commands_replace_a_corpus_only_if_that_is_said(command: str, rows: Path, tmp_path: Path) -> None:
-    words = [*command.split(), rows, "--tokenizer", "words", "--workers", "1", "--dest", tmp_path / "d"]
+    words = [*command.split(), rows, "--tokenizer", "words", "--workers", "1", "--out", tmp_path / "d"]
     run_here(*words)
     assert "seed is 1 there, 2 here" in run_here(*words, "--seed", "2", ok=False).stderr
     run_here(*words, "--seed", "2", "--overwrite")
@@ -178,8 +178,8 @@ def test_a_preparation_waits_for_another_and_outlives_the_removal_of_the_folder(
 ) -> None:
     parent = tmp_path / "new"
     parent.mkdir()
-    with lock(parent, "busy"):
-        other = threading.Thread(target=prepare, args=(quick(parent / "corpus", rows), ignored))
+    with exclusive_lock(parent, "busy"):
+        other = threading.Thread(target=prepare_corpus, args=(quick(parent / "corpus", rows), ignored))
         other.start()
         while not (waiting := capsys.readouterr().err):
             assert other.is_alive()
@@ -263,7 +263,7 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_source_is_one_line(tmp_path: Path, capsys: Captured) -> None:
     for name, (make, words) in SOURCES.items():
         make(path := tmp_path / name)
-        assert re.search(words, error_of(capsys, "prepare", path, "--dest", tmp_path / "d", "--workers", 1)), name
+        assert re.search(words, error_of(capsys, "prepare", path, "--out", tmp_path / "d", "--workers", 1)), name
         path.unlink()
         assert not os.listdir(tmp_path)
 
@@ -283,7 +283,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"valid_fraction": 0.5, "test_fraction": 0.5}, "their sum must be below 1"),
     ({"max_bytes": 0}, "--max-bytes 0 is out of range"),
     ({"max_bytes": 4}, "another --seed or a larger --max-bytes"),
-    ({"divide_by": "date"}, "--divide-by date is none of text, path, part"),
+    ({"split_by": "date"}, "--split-by date is none of text, path, part"),
     ({"workers": 0}, "--workers 0 is out of range: use 1 to 256"),
     ({"vocab_size": 10**6}, "--vocab-size 1000000 is too large for this text: the largest possible is "),
     ({"vocab_from": Path("other")}, "--vocab-size has no effect"),
@@ -296,7 +296,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 def test_bad_settings_are_one_line_and_leave_nothing(made: Path, tmp_path: Path) -> None:
     for changes, words in SETTINGS:
         given = {"vocab_size": 400, "workers": 1, "train": (made.parent / "texts",), **changes}
-        assert words in refused(PrepareOptions(dest=tmp_path / "corpus", **given)), changes
+        assert words in refused(PrepareOptions(out=tmp_path / "corpus", **given)), changes
 
 
 NO_EFFECT = [
@@ -312,7 +312,7 @@ NO_EFFECT = [
 def test_what_would_have_no_effect_is_refused(flags, words, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("some text\n")
-    assert words in error_of(capsys, "prepare", "a.txt", "--dest", "made", *flags.split())
+    assert words in error_of(capsys, "prepare", "a.txt", "--out", "made", *flags.split())
     assert not Path("made").exists()
 
 
@@ -322,7 +322,7 @@ def test_other_encodings_can_be_left_out(made: Path, tmp_path: Path) -> None:
     (folder / "blank.txt").write_bytes(b" \n\n")
     said: list[str] = []
     given: dict[str, Any] = {"skip_invalid": True, "vocab_size": None, "vocab_from": made}
-    manifest = prepare(options(tmp_path / "corpus", folder, **given), said.append)
+    manifest = prepare_corpus(options(tmp_path / "corpus", folder, **given), said.append)
     assert manifest["skipped"] == {"not UTF-8": 1, "without text": 1}
     assert "left out: 1 without text, 1 not UTF-8" in said
     assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS))

@@ -21,10 +21,10 @@ from preparing import fill
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.download import resolve_source
 from fairseq_rpe.data.folder import SPLITS, read_manifest
-from fairseq_rpe.data.hub import sources
-from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.prepare_options import KNOWN, PrepareOptions, compare
+from fairseq_rpe.data.pipeline import prepare_corpus
+from fairseq_rpe.data.prepare_options import CORPORA, PrepareOptions, compare_counts
 from fairseq_rpe.data.stream import decode_documents
 
 Captured = pytest.CaptureFixture[str]
@@ -83,8 +83,8 @@ def quick(vocabulary: Path) -> Options:
 @pytest.fixture
 def known(vocabulary: Path) -> Prepared:
     def run(name: str, dest: Path, *more: str | Path | float) -> int:
-        given = ["--vocab-from", vocabulary, "--dest", dest, "--workers", 1, *more]
-        return main(["prepare-known", name, *map(str, given)])
+        given = ["--vocab-from", vocabulary, "--out", dest, "--workers", 1, *more]
+        return main(["prepare-corpus", name, *map(str, given)])
 
     return run
 
@@ -126,10 +126,10 @@ def test_published_counts() -> None:
     """Those of C4 are of validation and test together."""
     said: list[str] = []
     counts = {split: {"documents": n} for split, n in zip(SPLITS, [364_868_892, 182_001, 182_607], strict=True)}
-    compare(KNOWN["c4"], counts, said.append)
+    compare_counts(CORPORA["c4"], counts, said.append)
     assert said == ["train: 364868892 documents, as published", "valid+test: 364608 documents, as published"]
     counts = {"train": {"documents": 28602}, "valid": {"documents": 50}, "test": {"documents": 99}}
-    compare(KNOWN["books"], counts, said.append)
+    compare_counts(CORPORA["books"], counts, said.append)
     assert said[2] == "train: 28602 documents, as published" and said[4].startswith("warning: test has 99 documents")
 
 
@@ -155,7 +155,7 @@ def test_data_sets_of_train_files_alone_are_divided(tmp_path: Path, known: Prepa
 
 def test_the_first_documents_of_training(shards: Path, tmp_path: Path, capsys: Captured, known: Prepared) -> None:
     assert known("c4", tmp_path / "corpus", "--from", shards, "--documents", 40) == 0
-    assert "the published counts are those of all documents: they are not compared" in capsys.readouterr().out
+    assert "they are not compared" in capsys.readouterr().out
     manifest = read_manifest(tmp_path / "corpus")
     assert documents(tmp_path / "corpus", "train") == [text("train", number) for number in range(40)]
     assert manifest["options"]["documents"] == 40
@@ -169,8 +169,8 @@ def test_the_first_documents_of_training(shards: Path, tmp_path: Path, capsys: C
 
 
 def test_other_splits_get_what_comes_between_the_first_documents(shards: Path, tmp_path: Path, quick: Options) -> None:
-    prepare(quick(tmp_path / "all", shards, **DIVIDED), print)
-    prepare(quick(tmp_path / "corpus", shards, documents=40, **DIVIDED), print)
+    prepare_corpus(quick(tmp_path / "all", shards, **DIVIDED), print)
+    prepare_corpus(quick(tmp_path / "corpus", shards, documents=40, **DIVIDED), print)
     every, found = all_documents(tmp_path / "all"), all_documents(tmp_path / "corpus")
     assert found["train"] == every["train"][:40]
     whole = [text("train", number) for number in range(SHARDS * ROWS)]
@@ -183,9 +183,9 @@ def test_shards_behind_the_first_documents_are_not_read(shards: Path, tmp_path: 
     last = shards.parent / TRAIN[-1]
     # Whether it is text is seen from its beginning.
     last.write_bytes(packed("train", SHARDS - 1, 3000)[:-20])
-    prepare(quick(tmp_path / "corpus", shards, documents=40, **DIVIDED), print)
+    prepare_corpus(quick(tmp_path / "corpus", shards, documents=40, **DIVIDED), print)
     with pytest.raises(UserError, match=f"{last.name} is cut short or damaged"):
-        prepare(quick(tmp_path / "new", shards, documents=10**6, **DIVIDED), print)
+        prepare_corpus(quick(tmp_path / "new", shards, documents=10**6, **DIVIDED), print)
 
 
 def test_fewer_documents_than_wanted_are_all_of_them(tmp_path: Path, quick: Options) -> None:
@@ -195,20 +195,20 @@ def test_fewer_documents_than_wanted_are_all_of_them(tmp_path: Path, quick: Opti
     # Named only where it is given: corpora made before there was such an option stay up to date.
     assert "documents" not in quick(tmp_path, tmp_path / "texts").key()
     said: list[str] = []
-    prepare(quick(tmp_path / "corpus", tmp_path / "texts", documents=1000), said.append)
+    prepare_corpus(quick(tmp_path / "corpus", tmp_path / "texts", documents=1000), said.append)
     assert any(line.startswith("all of the text is taken: it has ") for line in said)
     with pytest.raises(UserError, match="would be empty: give .* or more --documents"):
-        prepare(quick(tmp_path / "new", tmp_path / "texts", documents=1), said.append)
+        prepare_corpus(quick(tmp_path / "new", tmp_path / "texts", documents=1), said.append)
 
 
 def test_what_does_not_go_with_a_number_of_documents(shards: Path, tmp_path: Path) -> None:
     for words, why in {
         "prepare {en} --documents 0": "--documents 0 is out of range: use 1 to ",
         "prepare {en} --documents 9 --rows-are-lines": "--documents counts whole documents, and all rows",
-        "prepare-known wikitext103 --from {en} --documents 9": "has no file with 'test' in its name",
-        "prepare-known wikibook --from {en} --documents 9": "--documents would take nothing but the",
+        "prepare-corpus wikitext103 --from {en} --documents 9": "has no file with 'test' in its name",
+        "prepare-corpus wikibook --from {en} --documents 9": "--documents would take nothing but the",
     }.items():
-        said = run_here(*words.format(en=shards).split(), "--dest", tmp_path / "corpus", ok=False).stderr
+        said = run_here(*words.format(en=shards).split(), "--out", tmp_path / "corpus", ok=False).stderr
         assert why in said and said.count("\n") == 1 and not (tmp_path / "corpus").exists()
 
 
@@ -249,7 +249,7 @@ def test_no_more_shards_of_the_hub_than_the_first_documents_are_in(
 
 def test_any_data_set_of_the_hub_by_its_first_documents(hub: FakeHub, tmp_path: Path) -> None:
     arguments = ["--documents", "40", "--valid-fraction", "0.2", "--test-fraction", "0.2"]
-    source = ["hub:allenai/c4/en", "--include", "*train*", "--dest", str(tmp_path / "corpus"), "--workers", "1"]
+    source = ["hub:allenai/c4/en", "--include", "*train*", "--out", str(tmp_path / "corpus"), "--workers", "1"]
     assert main(["prepare", *source, *arguments, "--vocab-size", "300"]) == 0
     assert len(hub.downloaded) == 3 and len(documents(tmp_path / "corpus", "train")) == 40
 
@@ -260,7 +260,7 @@ def test_files_that_describe_a_data_set_are_no_text(hub: FakeHub, one_by_one: bo
         every = (*names, "dataset_infos.json", "LICENSE.txt", ".x.json")
         hub.files["allenai/c4", None] = {f"en/{name}": packed("x", 0) for name in every}
         hub.cache = hub.cache.with_name("-".join(["cache", *names]).replace("/", "-"))
-        return [Path(str(entry)).name for entry in sources("hub:allenai/c4/en", (), one_by_one)]
+        return [Path(str(entry)).name for entry in resolve_source("hub:allenai/c4/en", (), one_by_one)]
 
     assert found("b.json.gz", "a.json") == ["a.json", "b.json.gz"]
     assert found("b.parquet", "index.json") == ["b.parquet"]
@@ -269,7 +269,7 @@ def test_files_that_describe_a_data_set_are_no_text(hub: FakeHub, one_by_one: bo
         found()
     hub.files["allenai/c4", None] = {"en/a.jsonl": b""}
     with pytest.raises(UserError, match="has no file that is .*.txt: use another --include"):
-        sources("hub:allenai/c4/en", ["*.txt"], one_by_one)
+        resolve_source("hub:allenai/c4/en", ["*.txt"], one_by_one)
 
 
 TROUBLE: list[tuple[Any, str]] = [
@@ -288,7 +288,7 @@ def test_trouble_with_the_hub_is_one_line(
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     else:
         hub.failures["allenai/c4"] = getattr(hub.errors, outcome)("404") if isinstance(outcome, str) else outcome
-    assert words in error_of(capsys, "prepare", "hub:allenai/c4/en", "--dest", tmp_path / "corpus")
+    assert words in error_of(capsys, "prepare", "hub:allenai/c4/en", "--out", tmp_path / "corpus")
     assert not (tmp_path / "corpus").exists()
 
 
@@ -334,8 +334,8 @@ class HubServer(ThreadingHTTPServer):
 
 def test_the_hubs_own_library_gets_no_more_shards(tmp_path: Path, vocabulary: Path) -> None:
     pytest.importorskip("huggingface_hub")
-    arguments = ["c4", "--documents", "40", "--vocab-from", str(vocabulary), "--dest", str(tmp_path / "corpus")]
-    command = [sys.executable, "-m", "fairseq_rpe.cli.main", "prepare-known", *arguments, "--workers", "1"]
+    arguments = ["c4", "--documents", "40", "--vocab-from", str(vocabulary), "--out", str(tmp_path / "corpus")]
+    command = [sys.executable, "-m", "fairseq_rpe.cli.main", "prepare-corpus", *arguments, "--workers", "1"]
     with HubServer() as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf")}

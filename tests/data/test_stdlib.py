@@ -14,11 +14,11 @@ from preparing import contents
 from test_tokenizer import CODE, NASTY
 
 from fairseq_rpe.data import pipeline
-from fairseq_rpe.data.folder import BINARIES, SPLITS, digest, read_manifest, read_split, read_units
-from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.prepare_options import KNOWN, PrepareOptions, choose
-from fairseq_rpe.data.stream import cut, decode_documents, gather
-from fairseq_rpe.data.tokenizer import Tokenizer
+from fairseq_rpe.data.folder import BINARIES, SPLITS, corpus_digest, read_manifest, read_split, read_units
+from fairseq_rpe.data.pipeline import prepare_corpus
+from fairseq_rpe.data.prepare_options import CORPORA, PrepareOptions, preset_options
+from fairseq_rpe.data.stream import decode_documents, group_pieces, split_pieces
+from fairseq_rpe.data.tokenization import Tokenizer
 
 # Where the files of `write_sources` have always gone.
 VALID = ["package0/module20", "package0/module4", "package1/module13", "package1/nasty"]
@@ -47,14 +47,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dest = tmp_path_factory.mktemp("made") / "corpus"
-    prepare(options(source, dest), print)
+    prepare_corpus(options(source, dest), print)
     return dest
 
 
 def options(source: Path | None, dest: Path, **changes: Any) -> PrepareOptions:
-    own = choose(KNOWN["stdlib"], [source] if source else [], dest.parent)
+    own = preset_options(CORPORA["stdlib"], [source] if source else [], dest.parent)
     given = {"vocab_size": 400, "valid_fraction": 0.3, "test_fraction": 0.2, "workers": 1, **changes}
-    return PrepareOptions(dest=dest, **{**own, **given})
+    return PrepareOptions(out=dest, **{**own, **given})
 
 
 def finished(source: Path, names: list[str]) -> bytes:
@@ -76,12 +76,12 @@ def test_neither_pieces_nor_the_place_of_the_folder_matter_but_names_do(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_sources(tmp_path / "copy")
-    monkeypatch.setattr(pipeline, "cut", lambda blocks: cut(blocks, 100))
-    monkeypatch.setattr(pipeline, "gather", lambda pieces: gather(pieces, 300))
-    prepare(options(source, tmp_path / "corpus"), print)
+    monkeypatch.setattr(pipeline, "split_pieces", lambda blocks: split_pieces(blocks, 100))
+    monkeypatch.setattr(pipeline, "group_pieces", lambda pieces: group_pieces(pieces, 300))
+    prepare_corpus(options(source, tmp_path / "corpus"), print)
     assert contents(tmp_path / "corpus") == contents(made)
     (source / "package2" / "module2.py").rename(source / "package2" / "renamed.py")
-    prepare(options(source, tmp_path / "again"), print)
+    prepare_corpus(options(source, tmp_path / "again"), print)
     assert read_manifest(tmp_path / "again")["digest"] != read_manifest(made)["digest"]
 
 
@@ -106,7 +106,7 @@ def test_blank_hidden_and_odd_files_are_text_like_any_other(source: Path, made: 
     (source / "__pycache__" / "left_out.py").write_text("cached = 1\n")
     for name, text in more.items():
         (source / name).write_text(text)
-    manifest = prepare(options(source, tmp_path / "again"), print)
+    manifest = prepare_corpus(options(source, tmp_path / "again"), print)
     kept = b"".join(decode_documents(tmp_path / "again", split)[0] for split in SPLITS)
     old = b"".join(decode_documents(made, split)[0] for split in SPLITS)
     assert len(kept) == len(old) + sum(len(text) for text in more.values()) + 2
@@ -115,12 +115,12 @@ def test_blank_hidden_and_odd_files_are_text_like_any_other(source: Path, made: 
 
 def test_max_bytes_takes_whole_files_repeatably(source: Path, made: Path, tmp_path: Path) -> None:
     shared: dict[str, Any] = {"max_bytes": 3000, "vocab_size": None, "vocab_from": made}
-    prepare(options(source, tmp_path / "a", **shared), print)
+    prepare_corpus(options(source, tmp_path / "a", **shared), print)
     parts = [[n for n in WITHIN_3000 if (n in VALID, n in TEST) == where] for where in ((0, 0), (1, 0), (0, 1))]
     for split, names in zip(SPLITS, parts, strict=True):
         assert decode_documents(tmp_path / "a", split) == [finished(source, names)]
-    prepare(options(source, tmp_path / "b", seed=2, **shared), print)
-    assert digest(tmp_path / "a") != digest(tmp_path / "b")
+    prepare_corpus(options(source, tmp_path / "b", seed=2, **shared), print)
+    assert corpus_digest(tmp_path / "a") != corpus_digest(tmp_path / "b")
 
 
 def test_library_leaves_out_packages_tests_and_other_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_library_leaves_out_packages_tests_and_other_encodings(tmp_path: Path, m
         (library / name).write_text("x = 1\n")
     (library / "latin.py").write_bytes(b"# -*- coding: latin-1 -*- \xe9\n")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
-    manifest = prepare(options(None, tmp_path / "corpus"), print)
+    manifest = prepare_corpus(options(None, tmp_path / "corpus"), print)
     assert sum(manifest["splits"][split]["documents"] for split in SPLITS) == 26
     assert manifest["skipped"] == {"not UTF-8": 1}
 
@@ -140,7 +140,7 @@ def test_rows_of_a_file_stay_together_and_apart_from_other_files(tmp_path: Path)
         (tmp_path / f"{n}.jsonl").write_text("".join(f'{{"text": "f{n} row {i}\\n"}}\n' for i in range(3)))
     files = tuple(sorted(tmp_path.glob("*.jsonl")))
     common: dict[str, Any] = {"tokenizer": "words", "valid_fraction": 0.3, "test_fraction": 0.2}
-    prepare(PrepareOptions(tmp_path / "corpus", files, divide_by="path", **common), print)
+    prepare_corpus(PrepareOptions(tmp_path / "corpus", files, split_by="path", **common), print)
     found = [decode_documents(tmp_path / "corpus", split) for split in SPLITS]
     assert sum(map(len, found)) == 90 and all(len(documents) % 3 == 0 for documents in found)
     # Words that only valid or test have are unknown; the number of the row is not.
@@ -160,15 +160,15 @@ def old_manifest(folder: Path) -> None:
 
 def test_a_corpus_made_in_the_old_way_is_used_and_replaced(source: Path, made: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
-    prepare(options(source, old), print)
+    prepare_corpus(options(source, old), print)
     before = contents(old)
     old_manifest(old)
     assert read_units(old, "valid") == read_units(made, "valid") is not None
     assert decode_documents(old, "valid") == decode_documents(made, "valid")
     shared = options(source, tmp_path / "shared", vocab_size=None, vocab_from=old)
-    prepare(shared, print)
-    assert digest(tmp_path / "shared") == digest(made)
-    prepare(options(source, old, overwrite=True), print)
+    prepare_corpus(shared, print)
+    assert corpus_digest(tmp_path / "shared") == corpus_digest(made)
+    prepare_corpus(options(source, old, overwrite=True), print)
     assert contents(old) == before
 
 
@@ -176,25 +176,25 @@ FRACTIONS = ("--valid-fraction", "0.3", "--test-fraction", "0.2")
 
 
 def test_commands(source: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = run_here("prepare-known", "stdlib", "--from", source, "--dest", made, "--vocab-size", "400", *FRACTIONS)
-    assert known.stdout == f"{KNOWN['stdlib'].about}\n{made} is up to date\n"
+    known = run_here("prepare-corpus", "stdlib", "--from", source, "--out", made, "--vocab-size", "400", *FRACTIONS)
+    assert known.stdout == f"{CORPORA['stdlib'].about}\n{made} is up to date\n"
     made_with: list[PrepareOptions] = []
-    monkeypatch.setattr("fairseq_rpe.cli.prepare.prepare", made_with.append)
+    monkeypatch.setattr("fairseq_rpe.cli.prepare.prepare_corpus", made_with.append)
     run_here("prepare-stdlib")
     (given,) = made_with
-    assert (given.dest, given.vocab_size, given.workers) == (Path("data-bin/stdlib"), 4096, 2)
-    assert (given.divide_by, given.boundaries, given.skip_invalid, given.valid) == ("path", False, True, ())
+    assert (given.out, given.vocab_size, given.workers) == (Path("data-bin/stdlib"), 4096, 2)
+    assert (given.split_by, given.boundaries, given.skip_invalid, given.valid) == ("path", False, True, ())
 
 
 def test_any_text_can_be_without_boundaries_and_by_path(source: Path, made: Path, tmp_path: Path) -> None:
-    words = ["prepare", source, "--dest", tmp_path / "corpus", "--include", "module*.py", "--vocab-from", made]
-    run_here(*words, "--workers", "1", "--divide-by", "path", "--no-boundaries", *FRACTIONS)
+    words = ["prepare", source, "--out", tmp_path / "corpus", "--include", "module*.py", "--vocab-from", made]
+    run_here(*words, "--workers", "1", "--split-by", "path", "--no-boundaries", *FRACTIONS)
     assert decode_documents(tmp_path / "corpus", "test") == [finished(source, TEST)]
     assert read_split(tmp_path / "corpus", "test")[0].tobytes() == (made / "test.bin").read_bytes()
 
 
 def test_up_to_date_imports_nothing_heavy(source: Path, made: Path) -> None:
-    words = ["prepare-stdlib", "--source", str(source), "--dest", str(made), "--vocab-size", "400", *FRACTIONS]
+    words = ["prepare-stdlib", "--source", str(source), "--out", str(made), "--vocab-size", "400", *FRACTIONS]
     heavy = {"fairseq", "torch", "pooch", "tokenizers", "pyarrow", "huggingface_hub"}
     code = f"import sys; from fairseq_rpe.cli.main import main; main({words}); print({heavy} & set(sys.modules))"
     assert run(sys.executable, "-c", code).stdout == f"{made} is up to date\nset()\n"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS
-from fairseq_rpe.data.tokenizer import Tokenizer, symbol_bytes, train_tokenizer
+from fairseq_rpe.data.tokenization import Tokenizer, symbol_bytes, train_tokenizer
 
 SPLIT_AT = "\t\v\f\r\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000"
 NASTY = ["", " ", "    indented", " " * 50 + "far right", "trailing   ", "\ttab\t\ttabs ", "carriage return\r"]

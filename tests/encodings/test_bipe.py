@@ -15,8 +15,8 @@ from fairseq_rpe import attend
 from fairseq_rpe.analysis.convergence import DEPENDS, DIVERGES, verdict
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
-from fairseq_rpe.encodings.bipe import count, ids_of
-from fairseq_rpe.evaluation.sliding_window_loss import why_not_cached
+from fairseq_rpe.encodings.bipe import count_segments, segment_delimiter_ids
+from fairseq_rpe.evaluation.sliding_window_loss import cache_mismatch_reason
 from fairseq_rpe.runs import checkpoints
 
 SYMBOLS = ["<s>", "<pad>", "</s>", "<unk>", ".", "a", "b", "Ġ.", "St."]
@@ -44,17 +44,17 @@ def by_hand(tokens, ends) -> tuple[np.ndarray, np.ndarray]:
 
 def test_counters():
     many = torch.randint(-1, 9, (50, 40), generator=torch.Generator().manual_seed(0))
-    for got, expected in zip(count(many, torch.tensor([2, 5])), by_hand(many, {2, 5}), strict=True):
+    for got, expected in zip(count_segments(many, torch.tensor([2, 5])), by_hand(many, {2, 5}), strict=True):
         np.testing.assert_array_equal(got[many >= 0].numpy(), expected[(many >= 0).numpy()])
 
 
 def test_names_of_symbols():
-    assert ids_of(["</s>", "."], SYMBOLS) == [2, 4, 7, 8]
-    assert ids_of(["b"], SYMBOLS) == [6]  # a word is itself alone
-    with refused(r"'bipe:ends=</s>\+!': no symbol of the dictionary is or ends in '!'"):
-        build("bipe:ends=</s>+!", 2, 8, symbols=SYMBOLS)
-    with refused("no symbol of the dictionary is 'St': name those that end a segment"):
-        build("bipe:ends=St", 2, 8, symbols=SYMBOLS)
+    assert segment_delimiter_ids(["</s>", "."], SYMBOLS) == [2, 4, 7, 8]
+    assert segment_delimiter_ids(["b"], SYMBOLS) == [6]  # a word is itself alone
+    with refused(r"'bipe:segment_delimiters=</s>\+!': no symbol of the dictionary is or ends in '!'"):
+        build("bipe:segment_delimiters=</s>+!", 2, 8, symbols=SYMBOLS)
+    with refused("no symbol of the dictionary is 'St': name symbols that end a segment"):
+        build("bipe:segment_delimiters=St", 2, 8, symbols=SYMBOLS)
 
 
 @pytest.mark.parametrize(("rows", "n", "heads"), SHAPES)
@@ -104,16 +104,16 @@ def test_vectors_of_places(intra):
 def test_without_tokens_or_dictionary(spec):
     made, empty = build(spec, 2, 8, symbols=SYMBOLS), build(spec, 2, 8)
     q = torch.randn(1, 2, 5, 4)
-    with refused("'bipe' reads the tokens, which are not at hand here.*tokens=ids"):
+    with refused("'bipe' reads the tokens, which are not available here.*tokens=ids"):
         attend(q, q, q, made)
-    with refused("does not know which tokens end a segment: give build"):
+    with refused("does not know which tokens end a segment: pass symbols"):
         attend(q, q, q, empty, positions=at(torch.tensor([[5, 6, 4, 5, 5]])))
     with refused("acts at a model's input"):
         attend(q, q, q, spec)
-    with refused("turns queries and keys|where the text's segments end"):
+    with refused("rotates queries and keys|where the text's segments end"):
         made.mask(5)
     assert not made.adds_bias
-    with refused("depends on what the tokens are: there is no bias of the distance"):
+    with refused("depends on the tokens: bias_profile needs a bias of the distance alone"):
         made.bias_profile(5)
     assert {head.decision for head in verdict(made)} == {DIVERGES if spec == "bipe" else DEPENDS}
     for wrong in (torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 5), torch.zeros(5, dtype=torch.int64)):
@@ -126,7 +126,7 @@ def test_a_checkpoint_alone_brings_its_symbols(tmp_path):
         encoding.ends = torch.tensor([2, 4])
 
     path, (made,) = save_checkpoint(tmp_path, "bipe:inter=alibi", change=known)
-    (found,) = checkpoints.load(path).learned()
+    (found,) = checkpoints.load(path).load_encodings()
     assert found.ends.tolist() == [2, 4] and torch.equal(found.table, made.table)
     ids, q = torch.tensor([[5, 4, 6, 2, 5]]), torch.randn(1, 4, 5, 8)
     assert torch.equal(*(attend(q, q, q, one, positions=at(ids, dtype=torch.float32)) for one in (found, made)))
@@ -136,7 +136,9 @@ def test_a_checkpoint_alone_brings_its_symbols(tmp_path):
 
 
 def test_kept_states_of_windows_are_refused(task):
-    assert "reads the tokens before" in why_not_cached(make_model(task, "bipe:ends=</s>+w1"), 8, 2)
+    assert "depends on the previous tokens" in cache_mismatch_reason(
+        make_model(task, "bipe:segment_delimiters=</s>+w1"), 8, 2
+    )
 
 
 def test_an_adapted_model_has_no_tokens_to_show():

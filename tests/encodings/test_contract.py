@@ -57,18 +57,18 @@ def bias(*lines: str) -> str:
     return hook("DistanceBias", "bias(self, d)", *lines)
 
 
-REMAP = ("Encoding", "transform_scores(self, scores, q, pos)")
+TRANSFORMS_SCORES = ("Encoding", "transform_scores(self, scores, q, pos)")
 NO_HEADS = bias("return -d")
 FUTURE = "-(i[:, None, :, None] - j[:, None, None]).sqrt().expand(-1, self.heads, -1, -1)"
-TURNS = ("angles(self, at, pos)", "return at[..., None] * torch.ones(self.rotated // 2).to(at)")
-ALL_PAIRS = "Region(pos.q, pos.k, lambda i, j: i >= j, lambda low, high: (0 * low, high))"
+ANGLES = ("angles(self, at, pos)", "return at[..., None] * torch.ones(self.rotated // 2).to(at)")
+ALL_PAIRS = "RotationRegion(pos.q, pos.k, lambda i, j: i >= j, lambda low, high: (0 * low, high))"
 LEARNS = hook("DistanceBias", "setup(self)", "self.a = torch.nn.Parameter(torch.ones(self.heads, 1))")
 
 FINE = {
     "distance": bias("return -d.log1p().expand(self.heads, -1)"),
     "window": hook("DistanceBias", "head_bias(self, d)", "return (d * 0).masked_fill(d > 5, -math.inf)"),
-    "pair": hook("PairBias", "bias(self, i, j)", "return " + FUTURE.replace("sqrt", "abs")),
-    "rotary": hook("Rotary", *TURNS),
+    "pair": hook("PairwiseBias", "bias(self, i, j)", "return " + FUTURE.replace("sqrt", "abs")),
+    "rotary": hook("Rotary", *ANGLES),
     "absolute": hook("Absolute", "vectors(self, at)", "return at[..., None].expand(*at.shape, self.width) / 100"),
     "value": hook("Encoding", "value(self, v, pos)", "return v * (1 + pos.k[:, None, :, None]).to(v.dtype).rsqrt()"),
     "temperature": hook("Encoding", "transform_scores(self, scores, q, pos)", "return scores * 2"),
@@ -105,7 +105,7 @@ RETURNED = {
         "(3 - d).sqrt().expand(self.heads, -1)": "returned nan at d = 4, expected",
         "(d / 99).exp().expand(self.heads, -1)": "returned inf at d = 65,536, expected",
     },
-    ("PairBias", "bias(self, i, j)"): {
+    ("PairwiseBias", "bias(self, i, j)"): {
         "i[..., None] - j[:, None]": "returned (1, 11, 11), expected (1, 4, 11, 11): ",
         FUTURE: "returned nan for keys after the query",
     },
@@ -122,26 +122,26 @@ RETURNED = {
         "v.double()": "returned torch.float64, expected torch.float32: ",
         "v.detach() * 2": "passes no gradient to its input",
     },
-    ("Encoding", "form(self, pos)"): {
-        "Toeplitz(torch.zeros(64))": "returned Toeplitz.table (64,), expected (4, any): ",
-        "torch.zeros(4, 64)": "returned (4, 64), expected a form",
-        "Pair(lambda i, j: i[..., None] - j[:, None])": "returned (1, 11, 11), expected (1, 4, 11, 11): ",
+    ("Encoding", "position_bias(self, pos)"): {
+        "ToeplitzBias(torch.zeros(64))": "returned ToeplitzBias.table (64,), expected (4, any): ",
+        "torch.zeros(4, 64)": "returned (4, 64), expected a bias",
+        "PairBias(lambda i, j: i[..., None] - j[:, None])": "returned (1, 11, 11), expected (1, 4, 11, 11): ",
     },
-    ("Encoding", "scores(self, q, k, pos, notes)"): {
-        "Levels(q.sum(3), k)": "returned Levels.key (2, 4, 11, 16), expected (2, 4, 11): ",
-        "Levels(q.sum(3) * 0, k.sum(3) * k.sum((2, 3))[..., None])": "gives one query of 6 tokens, as in decoding, "
+    ("Encoding", "content_bias(self, q, k, pos, features)"): {
+        "TokenBias(q.sum(3), k)": "returned TokenBias.key (2, 4, 11, 16), expected (2, 4, 11): ",
+        "TokenBias(q.sum(3) * 0, k.sum(3) * k.sum((2, 3))[..., None])": "gives one query of 6 tokens, as in decoding, "
         "other values than all 11 tokens",
     },
-    ("Encoding", "note(self, x)"): {"x": "returned (2, 11, 64), expected (2, 4, 11, E): "},
-    ("Encoding", "reading(self, pos)"): {
-        "Reading(torch.zeros(9, 16))": "returned (9, 16), expected (1, 1, 16) or (4, 1, 16): "
+    ("Encoding", "token_features(self, x)"): {"x": "returned (2, 11, 64), expected (2, 4, 11, E): "},
+    ("Encoding", "relative_values(self, pos)"): {
+        "RelativeValues(torch.zeros(9, 16))": "returned (9, 16), expected (1, 1, 16) or (4, 1, 16): "
     },
     ("Encoding", "transform_scores(self, scores, q, pos)"): {
         "scores.sum(1)": "returned (2, 11, 11), expected (2, 4, 11, 11): ",
         "scores - scores.mean(-1, keepdim=True)": "returned ",
         "scores * q.shape[2]": "gives one query of",
     },
-    ("Encoding", "settle(self, pos)"): {"pos.k": "returned (1, 11), expected Positions: "},
+    ("Encoding", "prepare_positions(self, pos)"): {"pos.k": "returned (1, 11), expected Positions: "},
 }
 # the message, and the line of the class that it names -> the class
 WRONG = {
@@ -149,17 +149,20 @@ WRONG = {
         "return torch.zeros(self.heads, 64)[:, d.long()].to(d)"
     ),
     ("Mine.bias fails for float32 (64,) from 0 to 63: RuntimeError", 5): bias("x = d + 1", "return x + torch.ones(3)"),
-    ("Mine.numbers returned (3,), expected (4,): ", 5): hook("DistanceBias", "head_bias(self, d, a)", "return d")
-    + method("numbers(self, like)", "(like.new_ones(3),)"),
+    ("Mine.head_parameters returned (3,), expected (4,): ", 5): hook(
+        "DistanceBias", "head_bias(self, d, a)", "return d"
+    )
+    + method("head_parameters(self, like)", "(like.new_ones(3),)"),
     ("Mine.setup does not call super().setup()", 3): hook("Rotary", "setup(self)", "self.a = 1")
     + method("angles(self, at, pos)", "at"),
     ("Mine.setup fails: AttributeError", 4): hook("DistanceBias", "setup(self)", "self.a = self.hidden")
     + method("bias(self, d)", EVERY),
-    ("Mine.remap fails for float32", 4): hook(*REMAP, "return scores + pos.k[:, :3]"),
-    ("Mine.remap fails for", 4): hook(*REMAP, "return scores + q"),
-    ("Mine.scalars returned (7,), expected (4,) or (): ", 5): bias(f"return {EVERY}")
-    + method("scalars(self)", "{'a': torch.zeros(7)}"),
-    ("Mine.series returned 1 formulas, expected 4", 5): bias(f"return {EVERY}") + method("series(self)", "['0']"),
+    ("Mine.transform_scores fails for float32", 4): hook(*TRANSFORMS_SCORES, "return scores + pos.k[:, :3]"),
+    ("Mine.transform_scores fails for", 4): hook(*TRANSFORMS_SCORES, "return scores + q"),
+    ("Mine.logged_scalars returned (7,), expected (4,) or (): ", 5): bias(f"return {EVERY}")
+    + method("logged_scalars(self)", "{'a': torch.zeros(7)}"),
+    ("Mine.log_bias_formulas returned 1 formulas, expected 4", 5): bias(f"return {EVERY}")
+    + method("log_bias_formulas(self)", "['0']"),
     ("parameters that get no gradient ('a')", 1): LEARNS + method("bias(self, d)", "-self.a.detach().to(d) * d"),
     ("Mine has parameters that get no gradient ('a')", 1): hook(
         "Rotary", "setup(self)", "super().setup()", "self.a = torch.nn.Parameter(torch.ones(8))"
@@ -167,12 +170,16 @@ WRONG = {
     + method("angles(self, at, pos)", "self.a.to(at) * at[..., None]"),
     ("Mine.bias has the gradient nan for its parameter 'a', expected a finite one: ", 5): LEARNS
     + method("bias(self, d)", "torch.where(d > 0, -self.a.to(d) * (1 / d - 1), 0)"),
-    ("set reads_length = True", 3): bias("return -(d / d.max().clamp_min(1)).expand(self.heads, -1)"),
-    ("Mine.regions returned Positions, expected a tuple of Region or None: ", 5): hook("Rotary", *TURNS)
-    + method("regions(self, pos)", "pos"),
-    ("Mine.regions returned regions that share pairs, expected each pair in at most one: ", 5): hook("Rotary", *TURNS)
-    + method("regions(self, pos)", f"2 * ({ALL_PAIRS},)"),
-    ("Mine.rotate gives", 4): own("Encoding", "rotation_is_fixed = True")
+    ("set length_dependent = True", 3): bias("return -(d / d.max().clamp_min(1)).expand(self.heads, -1)"),
+    ("Mine.rotation_regions returned Positions, expected a tuple of RotationRegion or None: ", 5): hook(
+        "Rotary", *ANGLES
+    )
+    + method("rotation_regions(self, pos)", "pos"),
+    ("Mine.rotation_regions returned regions that share pairs, expected each pair in at most one: ", 5): hook(
+        "Rotary", *ANGLES
+    )
+    + method("rotation_regions(self, pos)", f"2 * ({ALL_PAIRS},)"),
+    ("Mine.rotate gives", 4): own("Encoding", "fixed_rotation = True")
     + method("rotate(self, x, at, pos, key=False)", "x * pos.k.shape[1]"),
 }
 WRONG = [(message, line, body) for (message, line), body in WRONG.items()] + [
@@ -191,16 +198,20 @@ def test_a_mistake_is_reported_with_its_place(message, line, body, tmp_path):
 
 NAMES = {
     hook("DistanceBias", "bais(self, d)", "return d"): "defines 'bais', which nothing calls, and no 'bias'",
-    hook("PairBias", "biases(self, i, j)", "return i"): "defines 'biases', which nothing calls, and no 'bias'",
+    hook("PairwiseBias", "biases(self, i, j)", "return i"): "defines 'biases', which nothing calls, and no 'bias'",
     hook("Rotary", "angle(self, at, pos)", "return at"): "defines 'angle', which nothing calls, and no 'angles'",
     hook("Absolute", "vector(self, at)", "return at"): "defines 'vector', which nothing calls, and no 'vectors'",
-    hook("Encoding", "score(self, q, k, pos, notes)", "return None"): "defines 'score', which nothing calls, and no",
-    FINE["distance"] + "    reads_lenght = True\n": "'reads_lenght', which nothing calls, and no 'length_dependent'",
-    FINE["distance"] + method("remmap(self, s, q, pos)", "s"): "defines 'remmap', which nothing calls",
-    own("DistanceBias", "def setup(self):", "    pass"): "Mine does not define bias or of_head",
-    own("PairBias", "x = 1"): "Mine does not define bias",
+    hook(
+        "Encoding", "content_bais(self, q, k, pos, features)", "return None"
+    ): "defines 'content_bais', which nothing calls",
+    FINE["distance"]
+    + "    length_dependant = True\n": "'length_dependant', which nothing calls, and no 'length_dependent'",
+    FINE["distance"]
+    + method("transform_score(self, s, q, pos)", "s"): "defines 'transform_score', which nothing calls",
+    own("DistanceBias", "def setup(self):", "    pass"): "Mine does not define bias or head_bias",
+    own("PairwiseBias", "x = 1"): "Mine does not define bias",
     own("Encoding", "x = 1"): "Mine does not define any of embed, rotate",
-    FINE["distance"] + "    positions = 'wholes'\n": "positions = 'wholes', expected 'any', 'whole' or 'none'",
+    FINE["distance"] + "    position_type = 'wholes'\n": "position_type = 'wholes', expected 'any', 'whole' or 'none'",
 }
 
 
@@ -257,7 +268,7 @@ def test_parameters_in_float64_meet_positions_in_float64(tmp_path):
 @pytest.mark.parametrize(
     "command",
     [
-        "train DATA --rpe NAME --save-dir OUT",
+        "train DATA --rpe NAME --out OUT",
         "selftest --encodings NAME",
         "sweep DATA --encodings NAME --out OUT --lengths 64",
     ],

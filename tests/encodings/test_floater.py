@@ -135,7 +135,7 @@ def test_layers_share_the_dynamics_and_start_apart(task):
 
 def test_refusals(monkeypatch):
     made = built("floater", 2, 8)
-    with refused("turns queries and keys"):
+    with refused("rotates queries and keys"):
         made.mask(3)
     assert {head.decision for head in verdict(made)} == {UNDECIDED}
     monkeypatch.setitem(sys.modules, "torchdiffeq", None)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fairseq_rpe import attend
-from fairseq_rpe.attention.relative_shift import quick_block
-from fairseq_rpe.core import Positions, block
+from fairseq_rpe.attention.relative_shift import materialize_fast
+from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.alibi import alibi_slopes
-from fairseq_rpe.encodings.t5 import bucket
+from fairseq_rpe.encodings.t5 import relative_position_bucket
 
 
 def library(name: str) -> ModuleType:
@@ -44,7 +44,7 @@ def test_buckets_of_t5(buckets, far):
     t5 = library("transformers.models.t5.modeling_t5")
     d = torch.arange(1500)
     theirs = t5.T5Attention._relative_position_bucket(-d, bidirectional=False, num_buckets=buckets, max_distance=far)
-    assert torch.equal(bucket(d.float(), buckets, far), theirs)
+    assert torch.equal(relative_position_bucket(d.float(), buckets, far), theirs)
 
 
 @pytest.mark.parametrize("heads", [8, 12])
@@ -98,17 +98,17 @@ def test_shift_of_transformer_xl_and_xlnet():
     n, encoding = 19, build("transformer_xl", 3, 24).double()
     q, k = (torch.randn(2, 3, n, 8, dtype=torch.float64) for _ in range(2))
     pos = Positions.arange(n, dtype=torch.float64)
-    by_distance = encoding.content_bias(q, k, pos, None).forms[0]
+    by_distance = encoding.content_bias(q, k, pos, None).terms[0]
     products = by_distance.query @ by_distance.vectors.flip(1).mT  # columns of falling distances, as there
     theirs = xlnet.XLNetRelativeAttention.rel_shift_bnij(torch.nn.functional.pad(products, (1, 0)), klen=n)
-    torch.testing.assert_close(block(by_distance, pos).tril(), theirs.tril(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(quick_block(by_distance, pos).tril(), theirs.tril(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(by_distance.materialize(pos).tril(), theirs.tril(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(materialize_fast(by_distance, pos).tril(), theirs.tril(), rtol=1e-12, atol=1e-12)
 
 
 def test_cope_of_x_transformers():
     theirs = library("x_transformers.x_transformers").CoPE(dim=8, heads=3, max_pos=5)
     torch.manual_seed(0)
-    ours = build("cope:max_positions=5,scaled=content", 3, 24)
+    ours = build("cope:max_positions=5,scale_on=content", 3, 24)
     q, k = torch.randn(2, 2, 3, 17, 8)
     future = torch.ones(17, 17, dtype=torch.bool).triu(1)
     scores = (q @ k.mT / 8**0.5).masked_fill(future, float("-inf"))
@@ -128,5 +128,5 @@ def test_forgetting_of_x_transformers():
         ours.project.weight.copy_(linear.weight)
         ours.bias.copy_(linear.bias)
         pos = Positions.arange(17)
-        got = block(ours.content_bias(q, q, pos, ours.token_features(x)), pos).float().tril()
+        got = ours.content_bias(q, q, pos, ours.token_features(x)).materialize(pos).float().tril()
         torch.testing.assert_close(got, theirs(x).tril(), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import pytest
 from refusal import refused
 
 from fairseq_rpe.encodings import Rotary, build, option, register
-from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
+from fairseq_rpe.encodings.model_rotation import complete_spec_for_checkpoint
 
 LENGTH = "give original_length=N"
 SCALED = "rope:scaling={},factor=2,original_length=9"
@@ -18,22 +18,22 @@ UNREAD = """
 rope:factor=2  rope:original_length=9  rope:scaling=linear,factor=2,original_length=9
 rope:scaling=ntk_by_parts,factor=2,temperature=1  rope:scaling=ntk,factor=2,beta_slow=2
 rope:scaling=llama3,factor=8,original_length=9,ramp=paper  rope:scaling=truncated,truncate_high=1,factor=2
-rope:scaling=linear,factor=2,truncate_low=0  xpos:decay=0.9,gamma=1  forgetting:longest=9
+rope:scaling=linear,factor=2,truncate_low=0  xpos:decay=0.9,gamma=1  forgetting:max_timescale=9
 dape:base=alibi,rotary_fraction=0.5  bipe:factor=3  bipe:inter=alibi,base=500  bipe:intra=sinusoidal,max_intra=9
 longrope:original_length=64,factors=2,attention=none,factor=4  longrope:original_length=64,start_tokens=8
 longrope:original_length=64,short=scaled  longrope:original_length=64,attention=yarn
 rerope:window=4,original_length=9  lm_infinite:window=5,original_length=9  streaming_llm:recent=5,original_length=9
-dual_chunk:chunk=4,cap=6,original_length=9
+dual_chunk:chunk=4,max_position=6,original_length=9
 """
 # what the value of the last option of each must be
 LIMITS = {
-    "at least 1": "window:window=0  longrope:factor=0.5  clex:original_length=4,steps=0  leaky_rerope:leak=0.5",
+    "at least 1": "window:window=0  longrope:factor=0.5  clex:original_length=4,steps=0  leaky_rerope:k=0.5",
     "at least 2": "cope:max_positions=1",
     "at most 2": "kerple_power:p=2.5",
     "more than 0": "rope:scaling=linear,factor=0  rope:scaling=linear,factor=-2  rope:rotary_fraction=0  xpos:gamma=0",
     "more than 0.01": "kerple_log:p=0",
     "more than 1": "rope:base=1",
-    "one of heads, paper": "type1:form=pape",
+    "one of heads, paper": "type1:variant=pape",
     "one of 0, 1, 2": "fire:hidden_layers=3",
     "one of none, clipped, plain": "rope:logn=often",
     "one of none, linear.*did you mean 'yarn'": "rope:scaling=yar",
@@ -47,7 +47,7 @@ OTHERS = {
     "t5_bias:max_distance=16": "more than buckets/2 = 16",
     "t5_bias:variant=clipped,max_distance=64": r"clipped.*ends at distance buckets-1 = 31.*max_distance=64",
     **{f"rope:scaling={s}": "needs factor=NUMBER" for s in ("linear", "ntk", "ntk_by_parts", "yarn", "truncated")},
-    "rope:scaling=dynamic_ntk,factor=auto": "its factor, alpha, is a number",
+    "rope:scaling=dynamic_ntk,factor=auto": "its factor, alpha, must be a number",
     "rope:scaling=dynamic_ntk": LENGTH,
     "rope:scaling=linear,factor=auto": LENGTH,
     "rope:logn=clipped": LENGTH,
@@ -55,12 +55,12 @@ OTHERS = {
     SCALED.format("yarn") + ",beta_fast=1": "beta_fast=1 must be more than beta_slow=1",
     SCALED.format("llama3") + ",beta_slow=4": "beta_fast=4 must be more than beta_slow=4",
     SCALED.format("truncated") + ",truncate_low=2": "truncate_low=2 is above 0.349",
-    SCALED.format("yarn") + ",scaled=turned,logn=plain": "leave scaled=turned out",
+    SCALED.format("yarn") + ",temperature_on=rotated,logn=plain": "leave temperature_on=rotated out",
     "rope:scaling=truncated,truncate_high=1,truncate_low=2": "truncate_low=2 is above 1",
     "rope:rotary_fraction=0.4": "even and at least 2, not 3",
     "xpos:decay=1": "use that, or a decay below 1",
-    "longrope:factors=1+2": "has 2 numbers where 4 pairs turn: give 4, or one",
-    "longrope:factors=1+2+3+2.5": "must never shrink: 3 is followed by 2.5",
+    "longrope:factors=1+2": "has 2 numbers for 4 rotated pairs: give 4, or one",
+    "longrope:factors=1+2+3+2.5": "must not decrease: 3 is followed by 2.5",
     "longrope:factors=0.9+1+1+1": "must be at least 1, not 0.9",
     "longrope:factors=inf": "wants numbers",
     "longrope:factors=2,original_length=1": "at least 2 tokens",
@@ -69,15 +69,15 @@ OTHERS = {
     "longrope:factors=2": LENGTH,
     "longrope:factor=2": LENGTH,
     "clex": f"'clex' needs the original length: {LENGTH}",
-    "music": "'music' needs a number of distances: give max_distance=N or a training length",
+    "music": "'music' needs a number of distances: set max_distance=N or a training length",
     "deberta:buckets=3": "buckets=3 must be 4 to below max_distance=512",
     "deberta:c2p=false,p2c=none": "has no positions: use 'nope'",
-    "forgetting:gate=bias,shortest=9,longest=3": "shortest=9 is more than longest=3",
+    "forgetting:gate=bias,min_timescale=9,max_timescale=3": "min_timescale=9 is more than max_timescale=3",
     "self_extend:group=3,window=4": "group=3 does not divide window=4: change one of them",
     "self_extend": f"takes window from the original length: give window=N or {LENGTH.removeprefix('give ')}",
-    "dual_chunk:chunk=5": "takes cap from the original length: give cap=N",
-    "dual_chunk:chunk=9,cap=8": "cap=8 is less than chunk=9: raise cap or lower chunk",
-    "streaming_llm:original_length=4": "4 sinks leave no room in 4 tokens: give recent=N",
+    "dual_chunk:chunk=5": "takes max_position from the original length: give max_position=N",
+    "dual_chunk:chunk=9,max_position=8": "max_position=8 is less than chunk=9: raise max_position or lower chunk",
+    "streaming_llm:original_length=4": "4 sinks fill a cache of 4 tokens: give recent=N",
     "rerope:window=3,logn=true": f"takes logn from the original length: {LENGTH}",
     "learned": "needs a table size",
     "tupe": "'tupe' needs a table size",
@@ -104,10 +104,7 @@ def test_refusals(spec, words):
         ("alibi", 5, 32, None, "5 heads do not divide a model width of 32"),
         ("complex", 1, 5, None, "must be even, not 5"),
         *((spec, 4, 36, None, "rotated width must be even and at least 2, not 9") for spec in ("rope", "xpos")),
-        *(
-            (f"{name}:max_positions=10", 4, 32, 64, "shorter than the training length 64")
-            for name in ("learned", "tupe")
-        ),
+        *((f"{name}:max_positions=10", 4, 32, 64, "less than the training length 64") for name in ("learned", "tupe")),
     ],
 )
 def test_refusals_of_a_shape(spec, heads, width, length, words):
@@ -152,8 +149,8 @@ HALF = "rope:base=500000,rotary_fraction=0.5"
     ],
 )
 def test_what_is_open_is_the_models(spec, trained, taken):
-    assert complete_for_checkpoint(spec, trained) == spec + taken
-    assert complete_for_checkpoint(spec + taken, trained) == spec + taken
+    assert complete_spec_for_checkpoint(spec, trained) == spec + taken
+    assert complete_spec_for_checkpoint(spec + taken, trained) == spec + taken
 
 
 @pytest.mark.parametrize(
@@ -167,13 +164,13 @@ def test_what_is_open_is_the_models(spec, trained, taken):
         ("clex", "rope:scaling=yarn,factor=2", r"is scaled \(yarn\), and 'clex' would drop that: use rope"),
         ("longrope:factors=2", "clex", r"is scaled \(clex\)"),
         ("bipe", HALF, "'bipe' has no option rotary_fraction"),
-        ("longrope:factors=2", "rope:logn=clipped", "has no option logn, and the model's rotation has logn=clipped"),
+        ("longrope:factors=2", "rope:logn=clipped", "has no option logn, but the model's rotation has logn=clipped"),
         ("rope", "of_somebody_else", "unknown encoding 'of_somebody_else'"),
     ],
 )
 def test_contradictions(spec, trained, words):
     with refused(words):
-        complete_for_checkpoint(spec, trained)
+        complete_spec_for_checkpoint(spec, trained)
 
 
 def test_encodings_of_ones_own_are_asked_by_the_options_that_they_have():
@@ -186,6 +183,6 @@ def test_encodings_of_ones_own_are_asked_by_the_options_that_they_have():
             base: float = option(10000.0, "b", above=1)
             rotary_fraction: float = option(1.0, "part", above=0, maximum=1)
 
-    assert complete_for_checkpoint("mine_rotates", HALF) == "mine_rotates:base=500000,rotary_fraction=0.5"
+    assert complete_spec_for_checkpoint("mine_rotates", HALF) == "mine_rotates:base=500000,rotary_fraction=0.5"
     with refused("has no option interleaved"):
-        complete_for_checkpoint("mine_rotates", "rope:interleaved=true")
+        complete_spec_for_checkpoint("mine_rotates", "rope:interleaved=true")

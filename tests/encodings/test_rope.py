@@ -10,8 +10,8 @@ import torch
 from numeric import exact, scores, vectors
 from specs import SPECS
 
-from fairseq_rpe.attention import Plan, reference, sdpa
-from fairseq_rpe.attention.forward import carry_out
+from fairseq_rpe.attention import AttentionPlan, reference, sdpa
+from fairseq_rpe.attention.forward import run_attention
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 
@@ -25,7 +25,7 @@ GROWING += [f"rope:scaling={s},factor=auto" for s in ("ntk_by_parts", "yarn", "t
 def theta(options: str = "", at: float = 512, length: int | None = 512) -> torch.Tensor:
     """(32,) frequencies of heads of 64 elements when the input has ``at`` tokens."""
     spec = f"rope:{options}" if options else "rope"
-    return build(spec, 8, 512, length).frequencies(torch.tensor([at], dtype=torch.float64))
+    return build(spec, 8, 512, length).inv_freq(torch.tensor([at], dtype=torch.float64))
 
 
 def assert_values(got: torch.Tensor, expected: dict[int, float], rel: float = 1e-7) -> None:
@@ -69,7 +69,7 @@ def test_by_parts():
     for scaling in ("scaling=ntk_by_parts", "scaling=yarn"):
         assert_values(theta(f"{scaling},factor=4"), code)
         assert_values(theta(f"{scaling},factor=auto", at=2048), code)
-        ends = [build(f"rope:{scaling},factor=4,original_length={n}", 8, 512).ramp_ends() for n in (512, 2048)]
+        ends = [build(f"rope:{scaling},factor=4,original_length={n}", 8, 512).ramp_bounds() for n in (512, 2048)]
         assert ends == [(3, 16), (8, 21)]
     paper = {4: 0.26855304, 8: 0.042295322, 12: 0.0091120947, 16: 0.0025}
     assert_values(theta("scaling=ntk_by_parts,factor=4,ramp=paper"), paper)
@@ -103,7 +103,7 @@ def test_yarn_temperature(options, at, factor):
 def test_yarn_of_public_code_scales_the_turned_part_alone(rotated):
     """Also where that is a single pair."""
     x, pos, spec = vectors(1, 8, 5, 64)[0], exact(5), f"rope:scaling=yarn,factor=4,rotary_fraction={rotated / 64}"
-    made = (build(f"{spec},scaled={part}", 8, 512, 512) for part in ("head", "turned"))
+    made = (build(f"{spec},temperature_on={part}", 8, 512, 512) for part in ("head", "rotated"))
     whole, turned = (encoding.rotate(x, pos.k, pos) for encoding in made)
     assert torch.equal(turned[..., rotated:], x[..., rotated:])
     assert torch.equal(turned[..., :rotated], whole[..., :rotated])
@@ -135,7 +135,7 @@ def test_llama3_is_ntk_by_parts_with_the_papers_ramp():
     assert torch.equal(got, theta(f"scaling=ntk_by_parts,{model},ramp=paper,beta_fast=4"))
     assert not torch.equal(got, theta(f"scaling=llama3,{model},beta_fast=8"))
     plain, small = (build(f"rope:{more}", 1, 16) for more in ("base=500000", f"scaling=llama3,{model}"))
-    slower = plain.frequencies(torch.ones(1).double()) / small.frequencies(torch.ones(1).double())
+    slower = plain.inv_freq(torch.ones(1).double()) / small.inv_freq(torch.ones(1).double())
     assert slower.tolist() == pytest.approx([1, 1, 1, 1, 2.6945296879, 8, 8, 8], rel=1e-9)
 
 
@@ -251,8 +251,8 @@ def test_xpos_takes_long_inputs_in_parts(dtype, attend):
         seen = logits if hidden is None else logits.masked_fill(hidden[:, None, None], -math.inf)
         expected = (seen.softmax(-1) @ v.double()).nan_to_num(0)
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        plan = Plan(pos, None, hidden, None, xpos.rotate, attend, xpos.max_queries_per_call)
-        out = carry_out(*inputs, plan, 0.0)
+        plan = AttentionPlan(pos, None, hidden, None, xpos.rotate, attend, xpos.max_queries_per_call)
+        out = run_attention(*inputs, plan, 0.0)
         assert (out.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
         out.sum().backward()
         assert all(torch.isfinite(x.grad).all() for x in inputs)

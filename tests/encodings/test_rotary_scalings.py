@@ -11,8 +11,8 @@ import torch
 from numeric import exact, scores, turned, vectors
 from refusal import refused
 
-from fairseq_rpe.attention import choose
-from fairseq_rpe.attention.forward import plan_of
+from fairseq_rpe.attention import choose_backend
+from fairseq_rpe.attention.forward import build_plan
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.positions import build as build_positions
@@ -158,9 +158,9 @@ def test_clex_takes_the_t_of_each_row():
     lengths = torch.tensor([[1.0], [8.0], [9.0], [16.0], [17.0], [24.0], [25.0], [900.0]], dtype=torch.float64)
     table = encoding.solve(3).detach()
     with torch.no_grad():
-        got = encoding.frequencies(lengths)
+        got = encoding.inv_freq(lengths)
     assert torch.equal(got, table[[0, 0, 1, 1, 2, 2, 2, 2]])
-    torch.testing.assert_close(encoding.frequencies(lengths), got, rtol=1e-12, atol=0)
+    torch.testing.assert_close(encoding.inv_freq(lengths), got, rtol=1e-12, atol=0)
 
 
 def test_clex_gradients():
@@ -170,7 +170,7 @@ def test_clex_gradients():
     pos = exact(11)
 
     def loss(direct: bool) -> torch.Tensor:
-        turn = encoding.rotate if direct else plan_of(encoding, pos, None, choose("reference")).rotate
+        turn = encoding.rotate if direct else build_plan(encoding, pos, None, choose_backend("reference")).rotate
         return (turn(q, pos.q, pos) @ turn(k, pos.k, pos, key=True).mT).tril().sin().sum()
 
     weights = [encoding.up.weight, encoding.down.weight]
@@ -224,10 +224,10 @@ def test_clex_refuses_a_solution_that_overflows(gradients):
 
 def test_clex_leaves_no_graph_behind():
     encoding, pos = learned("clex:original_length=4", 2, 16), exact(11)
-    plan = plan_of(encoding, pos, None, choose("reference"))
+    plan = build_plan(encoding, pos, None, choose_backend("reference"))
     assert plan.rotate(vectors(1, 2, 11, 8)[0], pos.q, pos).requires_grad
     assert not [x for x in vars(encoding).values() if isinstance(x, torch.Tensor) and x.requires_grad]
-    assert not encoding._kept and encoding._angles is None
+    assert not encoding._cos_sin_cache and encoding._angle_cache is None
 
 
 def test_clex_without_torchdiffeq(monkeypatch):
@@ -251,7 +251,7 @@ def test_stretched_positions():
         assert moved.contiguous == (t == 1)
         seen.add(t)
         with torch.no_grad():
-            theta = clex.frequencies(moved.k.amax(1, keepdim=True).double() + 1)
+            theta = clex.inv_freq(moved.k.amax(1, keepdim=True).double() + 1)
         torch.testing.assert_close(theta[:1], table[t - 1 : t])
     assert seen == {1, 2, 3, 4, 5}
     with refused("'stretch:times=4096' of a row of 9000 tokens is more than 16777216 positions"):

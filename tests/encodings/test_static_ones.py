@@ -12,7 +12,7 @@ from refusal import refused
 
 from fairseq_rpe import attend
 from fairseq_rpe.analysis.convergence import DIVERGES, verdict
-from fairseq_rpe.core import Positions, block
+from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 
 SHAPES = [(1, 1, 4), (2, 3, 8), (2, 7, 12), (3, 5, 6), (4, 19, 16)]  # heads, tokens, model width
@@ -36,7 +36,7 @@ def test_tisa_is_its_equation(heads, n, width):
 
     np.testing.assert_allclose(made.bias_profile(n).numpy(), expected(np.arange(n)), rtol=1e-12)
     free = Positions(*[torch.arange(n).double()[None] / 3] * 2, None, False)
-    got = block(made.position_bias(free), free)[0, :, -1].flip(-1).detach().numpy()
+    got = made.position_bias(free).materialize(free)[0, :, -1].flip(-1).detach().numpy()
     np.testing.assert_allclose(got, expected(np.arange(n) / 3))
 
 
@@ -85,14 +85,16 @@ def test_tupe_is_its_equation(heads, n, width, options):
     norm, relative = "norm=true" in options, "relative=true" in options
     expected = np.tril(tupe_in_numpy(p, heads, width, n, norm, relative))
     pos = exact(n)
-    whole = block(made.position_bias(pos), pos)[0].detach()
+    whole = made.position_bias(pos).materialize(pos)[0].detach()
     np.testing.assert_allclose(whole.tril().numpy(), expected, rtol=1e-9, atol=1e-12)
     for first in range(n):  # few queries go another way, which projects no key
         some = Positions(pos.k[:, first:], pos.k)
-        torch.testing.assert_close(block(made.position_bias(some), some)[0].tril(first), whole[:, first:].tril(first))
+        torch.testing.assert_close(
+            made.position_bias(some).materialize(some)[0].tril(first), whole[:, first:].tril(first)
+        )
     torch.testing.assert_close(made.bias(pos.q, pos.k)[0], whole)
     rows = torch.stack([pos.k[0], (pos.k[0] - 2).clamp_min(0)])  # two rows, each with positions of its own
-    two = block(made.position_bias(own := Positions(rows, rows, 1.0, False)), own)
+    two = made.position_bias(own := Positions(rows, rows, 1.0, False)).materialize(own)
     torch.testing.assert_close(two[0], whole)
     torch.testing.assert_close(two[1, :, 2:, 2:], whole[:, : max(n - 2, 0), : max(n - 2, 0)])
 

@@ -53,7 +53,7 @@ def write_text(folder: Path, dictionary: Path, documents: Sequence[Sequence[Sequ
     return folder
 
 
-def losses_by_position(model, text: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_losses(model, text: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Nats, and targets, at each position, of a text whose target i is predicted from the inputs first[i] … i.
 
     The inputs are the end-of-sentence symbol and the targets, each block is read alone, and logits are in float64.

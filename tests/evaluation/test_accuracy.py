@@ -18,8 +18,8 @@ from measuring import refusal, rows_of, without_seconds
 from fairseq_rpe import positions
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.cli.main import build_parser
-from fairseq_rpe.cli.sweep import resolved
-from fairseq_rpe.evaluation.exact_match import interpolated
+from fairseq_rpe.cli.sweep import resolve_sweep
+from fairseq_rpe.evaluation.exact_match import explicit_ratio
 from fairseq_rpe.sweeps import grid
 from fairseq_rpe.utils import files
 
@@ -39,7 +39,7 @@ rpe = "rope"
 rpe = "rope"
 positions_eval = "interpolate"
 
-[scales.laptop]
+[presets.laptop]
 algorithms = ["{TASK}"]
 arch = "tiny"
 updates = {UPDATES}
@@ -94,8 +94,8 @@ def right_answers(loaded, n: int, transform: str) -> int:
     """Exact answers by full forward passes without a cache, under fixed positions."""
     model, task = loaded
     words, right = task.source_dictionary, 0
-    before = model.decoder.moves.evaluation
-    model.decoder.moves.evaluation = positions.build(transform, task.train_tokens)
+    before = model.decoder.position_transforms.evaluation
+    model.decoder.position_transforms.evaluation = positions.build(transform, task.train_tokens)
     for example in build(TASK).examples("test"):
         if example.length != n:
             continue
@@ -105,18 +105,18 @@ def right_answers(loaded, n: int, transform: str) -> int:
             scores[words.pad()] = -torch.inf
             row.append(int(scores.argmax()))
         right += [words[t] for t in row[n + 2 :]] == [*example.answer, "</s>"]
-    model.decoder.moves.evaluation = before
+    model.decoder.position_transforms.evaluation = before
     return right
 
 
 def test_every_example_is_asked_once_and_nothing_is_redone(checkpoint, tmp_path):
-    command = ("accuracy", checkpoint, "--out", out := tmp_path / "deep" / "rows.jsonl")
+    command = ("eval-task", checkpoint, "--out", out := tmp_path / "deep" / "rows.jsonl")
     rows = rows_of(*command)  # every line that it prints is a row
     assert rows == files.read_json_lines(out)
     assert [row["length"] for row in rows] == sorted(COUNTS) == list(range(2, LONGEST + 1))
     assert {row["length"]: row["examples"] for row in rows} == COUNTS and sum(COUNTS.values()) == 60
     known = {"transform": "identity", "positions": None, "rpe": None, "unit": "items", "encoding": "rope"}
-    known |= {"algorithm": TASK, "split": "test", "checkpoint": files.file_digest(checkpoint)}
+    known |= {"algorithm": TASK, "split": "test", "checkpoint": files.sha256_of_files(checkpoint)}
     for row in rows:
         assert row["accuracy"] == row["right"] / row["examples"] and 0 <= row["right"] <= row["examples"]
         assert known.items() <= row.items()
@@ -132,14 +132,14 @@ def test_every_example_is_asked_once_and_nothing_is_redone(checkpoint, tmp_path)
     assert without_seconds(again) == without_seconds(rows)
 
     # another measurement is added, none is taken for another
-    more = rows_of(*command, "--positions", "interpolate", "--lengths", "2")
+    more = rows_of(*command, "--positions-eval", "interpolate", "--lengths", "2")
     assert files.read_json_lines(out) == [*again, *more] and more[0]["positions"] == "interpolate"
 
 
 def test_right_answers_are_those_of_full_forward_passes(checkpoint, loaded):
     """Without a cache and one by one, with the ratio M/L written out."""
-    for flags in ([], ["--positions", "interpolate"]):
-        rows = rows_of("accuracy", checkpoint, *flags, "--batch-size", "4")
+    for flags in ([], ["--positions-eval", "interpolate"]):
+        rows = rows_of("eval-task", checkpoint, *flags, "--batch-size", "4")
         for row in rows:
             n = row["length"]
             ratio = f"interpolate:ratio={M}/{n}" if flags and n > M else "identity"
@@ -149,19 +149,21 @@ def test_right_answers_are_those_of_full_forward_passes(checkpoint, loaded):
 
 def test_interpolation_has_one_ratio_for_each_number_of_items(checkpoint):
     for unit, ratio in (("items", M / 7), ("tokens", (2 * M + 2) / (2 * 7 + 2))):
-        short, row = rows_of("accuracy", checkpoint, "--positions", "interpolate", "--unit", unit, "--lengths", "3,7")
+        short, row = rows_of(
+            "eval-task", checkpoint, "--positions-eval", "interpolate", "--ratio-unit", unit, "--lengths", "3,7"
+        )
         assert (row["unit"], row["positions"], short["transform"]) == (unit, "interpolate", "identity")
         name, _, value = row["transform"].partition(":ratio=")
         assert name == "interpolate" and float(value) == pytest.approx(ratio, rel=1e-12)
-    (row,) = rows_of("accuracy", checkpoint, "--positions", "interpolate:ratio=1/2", "--lengths", 7)
+    (row,) = rows_of("eval-task", checkpoint, "--positions-eval", "interpolate:ratio=1/2", "--lengths", 7)
     assert row["transform"] == row["positions"] == "interpolate:ratio=1/2"
 
 
 @pytest.mark.parametrize("spec", ["interpolate", "interpolate:ratio=auto"])
 def test_an_automatic_ratio_alone_is_written_out(spec):
-    assert [interpolated(spec, 20, n) for n in (2, 20, 80)] == ["identity", "identity", "interpolate:ratio=0.25"]
+    assert [explicit_ratio(spec, 20, n) for n in (2, 20, 80)] == ["identity", "identity", "interpolate:ratio=0.25"]
     for other in ("interpolate:train=9", "interpolate:ratio=1/3", "identity", "randomized:times=3"):
-        assert interpolated(other, 20, 80) == other
+        assert explicit_ratio(other, 20, 80) == other
 
 
 def test_random_positions_are_drawn_for_each_example(checkpoint, monkeypatch):
@@ -171,15 +173,15 @@ def test_random_positions_are_drawn_for_each_example(checkpoint, monkeypatch):
 
     def noted(*arguments):
         frozen = freeze(*arguments)
-        drawn.extend(map(tuple, frozen.moved.k.tolist()))
+        drawn.extend(map(tuple, frozen.positions.k.tolist()))
         return frozen
 
     monkeypatch.setattr(positions, "freeze_rows", noted)
-    command = ("accuracy", checkpoint, "--positions", "randomized:times=3", "--lengths", 9)
+    command = ("eval-task", checkpoint, "--positions-eval", "randomized:times=3", "--lengths", 9)
     rows = rows_of(*command)
     first = sorted(drawn)
     assert len(first) == rows[0]["examples"] == len(set(first)) > 2
-    assert rows[0]["draws"] == 1 and "draws" not in rows_of("accuracy", checkpoint, "--lengths", 2)[0]
+    assert rows[0]["draws"] == 1 and "draws" not in rows_of("eval-task", checkpoint, "--lengths", 2)[0]
     for flags in ((), ("--batch-size", 2)):
         drawn.clear()
         assert without_seconds(rows_of(*command, *flags)) == without_seconds(rows) and sorted(drawn) == first
@@ -187,23 +189,26 @@ def test_random_positions_are_drawn_for_each_example(checkpoint, monkeypatch):
 
 def test_other_splits_and_encodings(checkpoint):
     for split, size in (("valid", 20), ("train", 400)):
-        rows = rows_of("accuracy", checkpoint, "--split", split)
+        rows = rows_of("eval-task", checkpoint, "--split", split)
         assert [row["length"] for row in rows] == [2, 3] and {row["split"] for row in rows} == {split}
         assert sum(row["examples"] for row in rows) == size
-    (row,) = rows_of("accuracy", checkpoint, "--rpe", "alibi", "--lengths", "3")
+    (row,) = rows_of("eval-task", checkpoint, "--rpe", "alibi", "--lengths", "3")
     assert row["rpe"] == "alibi" and row["encoding"] == "rope"
 
 
 REFUSALS = [
     ("--lengths 2,10", "the test split has no example of 10 items: leave it out"),
     ("--split valid --lengths 4", "the valid split has no example of 4 items"),
-    ("--rpe rope:scaling=dynamic_ntk,original_length=8", "follows the length of the text.*--positions interpolate"),
-    ("--positions interpolat", "did you mean 'interpolate'"),
+    (
+        "--rpe rope:scaling=dynamic_ntk,original_length=8",
+        "follows the length of the text.*--positions-eval interpolate",
+    ),
+    ("--positions-eval interpolat", "did you mean 'interpolate'"),
     ("--rpe alibbi", "did you mean 'alibi'"),
-    ("--positions randomized:max=19 --lengths 2,9", "raise max to at least 20"),
-    ("--positions randomized:times=2", "raise times to at least 3"),
-    ("--rpe nope --positions interpolate", "'nope' reads no positions"),
-    ("--rpe t5_bias --positions interpolate", "accepts whole positions only"),
+    ("--positions-eval randomized:max_position=19 --lengths 2,9", "raise max_position to at least 20"),
+    ("--positions-eval randomized:times=2", "raise times to at least 3"),
+    ("--rpe nope --positions-eval interpolate", "'nope' reads no positions"),
+    ("--rpe t5_bias --positions-eval interpolate", "accepts whole positions only"),
     ("--rpe kerple_log", "does not fit this model"),
 ]
 
@@ -211,7 +216,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("flags", "words"), REFUSALS)
 def test_accuracy_refuses_in_one_line(checkpoint, tmp_path, flags, words):
     out = tmp_path / "rows.jsonl"
-    assert re.search(words, refusal("accuracy", checkpoint, "--out", out, *flags.split()))
+    assert re.search(words, refusal("eval-task", checkpoint, "--out", out, *flags.split()))
     assert not out.exists()  # nothing was measured before the refusal
 
 
@@ -219,7 +224,7 @@ def test_checkpoints_without_a_task_are_refused(tmp_path):
     text = {"cfg": {"task": {"_name": "language_modeling", "data": "x"}, "model": {"rpe": "rope"}}, "model": {}}
     for k, task in enumerate((text["cfg"]["task"], None)):
         torch.save({**text, "cfg": {**text["cfg"], "task": task}}, tmp_path / f"{k}.pt")
-        assert "not trained on an algorithmic task: fairseq-rpe eval" in refusal("accuracy", tmp_path / f"{k}.pt")
+        assert "not trained on an algorithmic task: use fairseq-rpe eval" in refusal("eval-task", tmp_path / f"{k}.pt")
 
 
 def test_a_misspelt_task_or_transform_is_refused_before_training(tmp_path):
@@ -228,13 +233,13 @@ def test_a_misspelt_task_or_transform_is_refused_before_training(tmp_path):
         (["copy:itms=3"], "did you mean 'items'"),
         ([TASK, "--positions-eval", "interpolat"], "did you mean 'interpolate'"),
     ):
-        assert words in refusal("train", "--algorithm", *flags, "--rpe", "rope", "--save-dir", tmp_path / "run")
+        assert words in refusal("train", "--algorithm", *flags, "--rpe", "rope", "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_linear_schedule_cannot_be_prolonged(checkpoint):
     same = ["train", "--algorithm", f"copy:alphabet=12,{TASK.split(':')[1].removesuffix(',alphabet=12')}"]
-    same += ["--rpe", "rope", "--save-dir", str(checkpoint.parent), "--device", "cpu"]
+    same += ["--rpe", "rope", "--out", str(checkpoint.parent), "--device", "cpu"]
     same += ["--batch-sentences", "32", "--lr", "0.01", "--warmup", "10"]
     before = snapshot(checkpoint.parent)
     for schedule in ([], ["--schedule", "linear"]):  # a task's default
@@ -250,7 +255,7 @@ def test_linear_schedule_cannot_be_prolonged(checkpoint):
 
 def test_train_command_of_a_task(tmp_path):
     """fairseq's flags: the task in its normal spelling, no text flags, and a rate that ends at the last update."""
-    argv = ["train", "--algorithm", "copy:alphabet=100,items=5", "--rpe", "rope", "--save-dir", str(tmp_path / "x")]
+    argv = ["train", "--algorithm", "copy:alphabet=100,items=5", "--rpe", "rope", "--out", str(tmp_path / "x")]
     (line,) = run_here(*argv, "--updates", "77", "--device", "cpu", "--dry-run").stdout.splitlines()
     assert "--task rpe_algorithmic --algorithm copy:items=5 --criterion answer_cross_entropy" in line
     assert "--lr-scheduler polynomial_decay --total-num-update 77" in line and "--max-update 77" in line
@@ -260,8 +265,8 @@ def test_train_command_of_a_task(tmp_path):
 
 
 def test_a_table_is_printed(checkpoint):
-    rows = rows_of("accuracy", checkpoint, "--lengths", "2,5")
-    done = run_here("accuracy", checkpoint, "--lengths", "2,5", "--device", "cpu")
+    rows = rows_of("eval-task", checkpoint, "--lengths", "2,5")
+    done = run_here("eval-task", checkpoint, "--lengths", "2,5", "--device", "cpu")
     head, *lines = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
     assert head == ["items", "exact %", "right", "examples", "seconds"]
     for line, row in zip(lines, rows, strict=True):
@@ -272,7 +277,7 @@ def test_progress_is_a_line_a_minute_and_counts_every_token_that_is_written(chec
     """With no minute to wait for, a line after each token."""
     from fairseq_rpe.utils import progress
 
-    command = ("accuracy", checkpoint, "--lengths", "2,5", "--device", "cpu", "--json")
+    command = ("eval-task", checkpoint, "--lengths", "2,5", "--device", "cpu", "--json")
     plain = run_here(*command)
     assert plain.stderr == ""
     monkeypatch.setattr(progress, "SECONDS", 0.0)
@@ -362,9 +367,9 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path):
 
     def work_left() -> list[grid.Stage]:
         args = build_parser("sweep").parse_args(sweep_command(out, swept[1]))
-        (cell,) = grid.make(resolved(args), None)
-        assert cell.rows == 2 * (LONGEST - 1)
-        return cell.work_left()
+        (cell,) = grid.build_runs(resolve_sweep(args), None)
+        assert cell.result_count == 2 * (LONGEST - 1)
+        return cell.remaining_stages()
 
     assert work_left() == []
     (folder,) = (out / "runs").iterdir()
@@ -373,8 +378,8 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path):
     kept = whole[:-5]  # the others are of `squeezed`
     results.write_text("".join(json.dumps(row) + "\n" for row in kept))
     (stage,) = work_left()
-    assert stage.name == "evaluating" and stage.command[-2:] == ["--positions", "interpolate"]
-    run_here(*stage.command[stage.command.index("accuracy") :])
+    assert stage.name == "evaluating" and stage.command[-2:] == ["--positions-eval", "interpolate"]
+    run_here(*stage.command[stage.command.index("eval-task") :])
     again = files.read_json_lines(results)
     assert again[: len(kept)] == kept and work_left() == []
     assert without_seconds(again) == without_seconds(whole)
@@ -417,11 +422,11 @@ def test_dry_run_prints_one_training_and_both_evaluations(swept, tmp_path):
     _, recipe, _ = swept
     flags = ("--launcher", "dry-run", "--updates", "7", "--warmup", "2")
     lines = run_here(*sweep_command(tmp_path / "x", recipe, *flags)).stdout.splitlines()
-    assert [line.split("fairseq_rpe.cli.main ")[1].split()[0] for line in lines] == ["train", "accuracy", "accuracy"]
+    assert [line.split("fairseq_rpe.cli.main ")[1].split()[0] for line in lines] == ["train", "eval-task", "eval-task"]
     assert f"--algorithm {TASK}" in lines[0] and "--updates 7 " in lines[0] and "--lr 0.01" in lines[0]
     assert lines[0].endswith("-- " + " ".join(SMALL))
-    assert "--positions" not in lines[1] and lines[2].endswith("--positions interpolate")
-    assert len({line.split(" accuracy ")[1].split()[0] for line in lines[1:]}) == 1
+    assert "--positions-eval" not in lines[1] and lines[2].endswith("--positions-eval interpolate")
+    assert len({line.split(" eval-task ")[1].split()[0] for line in lines[1:]}) == 1
     assert not (tmp_path / "x").exists()
 
 
@@ -429,8 +434,8 @@ def test_dry_run_of_encodings_by_tasks_and_seeds(tmp_path):
     argv = ["sweep", "--algorithms", f"{TASK} sort:test=50", "--encodings", "rope alibi", "--seeds", "1,2"]
     argv += ["--out", str(tmp_path / "x"), "--device", "cpu", "--launcher", "dry-run", "--lengths", "2,3"]
     lines = run_here(*argv).stdout.splitlines()
-    folders = {line.split("--save-dir ")[1].split()[0] for line in lines if " train " in line}
-    asked = [line for line in lines if " accuracy " in line and "--lengths 2,3" in line]
+    folders = {line.split("--out ")[1].split()[0] for line in lines if " train " in line}
+    asked = [line for line in lines if " eval-task " in line and "--lengths 2,3" in line]
     assert len(folders) == len(asked) == len(lines) / 2 == 8
 
 
@@ -446,7 +451,7 @@ def test_another_sweep_in_the_folder_is_refused(swept, corpus, tmp_path):
     files.write_json(kind / "sweep.json", {k: v for k, v in state.items() if k != "algorithms"})
     assert "holds a sweep of another kind" in refusal("sweep", "--recipe", recipe, "--out", kind)
     moved = tmp_path / "moved.toml"
-    moved.write_text(RECIPE.replace('positions_eval = "interpolate"', 'positions_eval = "offset:by=2"'))
+    moved.write_text(RECIPE.replace('positions_eval = "interpolate"', 'positions_eval = "offset:offset=2"'))
     assert "holds other positions for 'squeezed'" in refusal("sweep", "--recipe", moved, "--out", out)
     assert snapshot(out) == before
 
@@ -459,7 +464,7 @@ def test_sweep_refuses_in_one_line(corpus, tmp_path):
         (["--algorithms", "copy"], "either --encodings"),
         (["--algorithms", " ", *rope], "--algorithms is empty"),
         (["--algorithms", "copy copy:items=20", *rope], "names one twice"),
-        (["--algorithms", "copy", "--subset", "tset", *rope], "train, valid, test"),
+        (["--algorithms", "copy", "--split", "tset", *rope], "train, valid, test"),
         (["--algorithms", "copy", "--max-tokens", "9", *rope], "--max-tokens does not go with --algorithms"),
         (["--algorithms", "copy:items=2,alphabet=2", *rope], "raise alphabet"),
     ):

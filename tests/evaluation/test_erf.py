@@ -11,15 +11,25 @@ from conftest import VOCABULARY, make_model, run_here
 from measuring import make_sensitive, refusal
 from torch.nn import functional as F
 
-from fairseq_rpe.analysis.empirical_receptive_field import n_emp, quantised, thinned
-from fairseq_rpe.analysis.truncation_error import losses, window_sizes
+from fairseq_rpe.analysis.empirical_receptive_field import (
+    log_spaced,
+    n_emp,
+    quantised_curve,
+    truncation_errors,
+    window_sizes,
+)
 from fairseq_rpe.attention.reference import reference
 from fairseq_rpe.core import UserError
-from fairseq_rpe.evaluation import attention_probe
-from fairseq_rpe.evaluation.attention_probe import Field, LayerField, bias_alone
-from fairseq_rpe.evaluation.empirical_receptive_field import FieldRequest, through
-from fairseq_rpe.evaluation.loading import Subject
-from fairseq_rpe.evaluation.truncation_error import COLUMNS, Truncation
+from fairseq_rpe.evaluation import empirical_receptive_field
+from fairseq_rpe.evaluation.empirical_receptive_field import (
+    AttentionMassProbe,
+    LayerAttentionMass,
+    ReceptiveFieldRequest,
+    measure_bias_only,
+    run_probe,
+)
+from fairseq_rpe.evaluation.loading import LabelledCheckpoint
+from fairseq_rpe.evaluation.truncation_error import COLUMNS, TruncationErrorProbe
 
 LENGTH, ROWS, EPSILONS = 23, 9, (0.5, 0.1, 0.01)
 
@@ -29,8 +39,8 @@ def blocks() -> torch.Tensor:
     return torch.randint(4, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
-def field_of(model, blocks) -> Field:
-    with torch.no_grad(), Field(model.decoder, LENGTH, ROWS, EPSILONS) as field:
+def field_of(model, blocks) -> AttentionMassProbe:
+    with torch.no_grad(), AttentionMassProbe(model.decoder, LENGTH, ROWS, EPSILONS) as field:
         for block in blocks.split(2):
             model(block)
     return field
@@ -43,7 +53,7 @@ def seen_by(model, blocks, dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
     def attend(q, k, v, plan, dropout=0.0):
         units = torch.eye(k.shape[2], dtype=dtype).expand(*k.shape[:3], k.shape[2])
-        weights = reference(q.to(dtype), k.to(dtype), units, replace(plan, reading=None))
+        weights = reference(q.to(dtype), k.to(dtype), units, replace(plan, relative_values=None))
         found.append((weights.double(), v.double()))
         return inner(q, k, v, plan, dropout)
 
@@ -53,10 +63,19 @@ def seen_by(model, blocks, dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-SPECS = ["alibi", "sinusoidal", "rope", "window:window=5", "shaw:clip=5,values=true", "cope", "dape", "forgetting"]
+SPECS = [
+    "alibi",
+    "sinusoidal",
+    "rope",
+    "window:window=5",
+    "shaw:max_distance=5,values=true",
+    "cope",
+    "dape",
+    "forgetting",
+]
 
 
-@pytest.mark.parametrize("rpe", [*SPECS, "dual_chunk:chunk=6,cap=9"])
+@pytest.mark.parametrize("rpe", [*SPECS, "dual_chunk:chunk=6,max_position=9"])
 def test_field_is_that_of_the_whole_softmax_matrix(task, blocks, rpe):
     model = make_sensitive(task, rpe)
     plain = model(blocks)[0]
@@ -78,7 +97,7 @@ def test_field_is_that_of_the_whole_softmax_matrix(task, blocks, rpe):
 def test_rows_in_pieces_give_the_same(task, blocks, monkeypatch):
     model = make_model(task, "type1")
     whole = field_of(model, blocks)
-    monkeypatch.setattr(attention_probe, "ROWS", 4)
+    monkeypatch.setattr(empirical_receptive_field, "MAX_QUERIES", 4)
     for a, b in zip(whole.layers, field_of(model, blocks).layers, strict=True):
         assert a.rows == b.rows and torch.allclose(a.mass, b.mass, atol=1e-7)
         assert torch.allclose(a.mean, b.mean, atol=0.04)
@@ -100,7 +119,7 @@ def test_n_emp_by_hand_and_against_the_closed_form():
 
 def test_quantised_golden_values():
     d = torch.arange(512, dtype=torch.float64)
-    epsilons, part = quantised(torch.stack([(-0.5 * d).exp(), 1 / (1 + d) ** 2]))
+    epsilons, part = quantised_curve(torch.stack([(-0.5 * d).exp(), 1 / (1 + d) ** 2]))
     assert len(epsilons) == 50 and epsilons[0] == 1 and epsilons[-1] == 0
     places = [0, 25, 40, 45, 48, 49]
     assert epsilons[places].tolist() == pytest.approx([1, 0.4898, 0.1837, 0.0816, 0.0204, 0], abs=5e-5)
@@ -108,15 +127,15 @@ def test_quantised_golden_values():
 
 
 def test_thinned_curves_keep_the_first_and_the_last_distance():
-    assert thinned(256) == list(range(256))
-    far = thinned(100_000)
+    assert log_spaced(256) == list(range(256))
+    far = log_spaced(100_000)
     assert far[:65] == list(range(65)) and far[-1] == 99_999 and len(far) <= 257 and far == sorted(set(far))
 
 
 def test_bias_alone_is_the_series_ended_at_each_row(task, monkeypatch):
-    monkeypatch.setattr(attention_probe, "ROWS", 4)
+    monkeypatch.setattr(empirical_receptive_field, "MAX_QUERIES", 4)
     model = make_model(task, "alibi")
-    fields = bias_alone(model.decoder, LENGTH, ROWS, EPSILONS)
+    fields = measure_bias_only(model.decoder, LENGTH, ROWS, EPSILONS)
     for h in range(4):
         weights = (-(2.0 ** (-2 * h - 2)) * torch.arange(LENGTH, dtype=torch.float64)).exp()
         wanted = torch.stack([n_emp(weights[:m], EPSILONS) for m in range(LENGTH - ROWS + 1, LENGTH + 1)])
@@ -124,19 +143,22 @@ def test_bias_alone_is_the_series_ended_at_each_row(task, monkeypatch):
     assert len(fields) == len(model.decoder.layers)
     moved = make_model(task, "alibi", positions_eval="interpolate:ratio=0.5")
     for other in (make_model(task, "rope"), make_model(task, "sinusoidal"), moved):
-        assert bias_alone(other.decoder, LENGTH, ROWS, EPSILONS) is None
+        assert measure_bias_only(other.decoder, LENGTH, ROWS, EPSILONS) is None
 
 
 def test_misuse_is_refused(task, blocks):
     model = make_model(task, "alibi")
-    with pytest.raises(UserError, match="24 rows cannot be measured"), Field(model.decoder, LENGTH, 24, EPSILONS):
+    with (
+        pytest.raises(UserError, match="24 rows cannot be measured"),
+        AttentionMassProbe(model.decoder, LENGTH, 24, EPSILONS),
+    ):
         pass
-    with pytest.raises(UserError, match="does not fit a measurement at 20"):
-        with torch.no_grad(), Field(model.decoder, 20, 5, EPSILONS):
+    with pytest.raises(UserError, match="longer than the 20 tokens of this probe"):
+        with torch.no_grad(), AttentionMassProbe(model.decoder, 20, 5, EPSILONS):
             model(blocks)
-    assert not isinstance(model.decoder.attend, Field)
+    assert not isinstance(model.decoder.attend, AttentionMassProbe)
     with pytest.raises(UserError, match="no attention was measured"):
-        _ = LayerField(8, EPSILONS).mass
+        _ = LayerAttentionMass(8, EPSILONS).mass
 
 
 # δ(i, j)
@@ -147,7 +169,7 @@ def test_delta_is_the_definition(task, blocks, rpe):
     """Outputs of each query over all and over its nearest j keys."""
     model = make_sensitive(task, rpe)
     plain = model(blocks)[0]
-    with torch.no_grad(), Truncation(model.decoder, LENGTH, ROWS) as found:
+    with torch.no_grad(), TruncationErrorProbe(model.decoder, LENGTH, ROWS) as found:
         model(blocks)
     assert torch.equal(model(blocks)[0], plain)
     places = torch.arange(LENGTH)
@@ -168,7 +190,7 @@ def test_blocks_and_pieces_of_rows_add_up(task, blocks, monkeypatch):
     model = make_model(task, "type1")
 
     def of(*parts):
-        with torch.no_grad(), Truncation(model.decoder, LENGTH, ROWS) as found:
+        with torch.no_grad(), TruncationErrorProbe(model.decoder, LENGTH, ROWS) as found:
             for part in parts:
                 model(part)
         return torch.stack([layer.table for layer in found.layers])
@@ -177,7 +199,7 @@ def test_blocks_and_pieces_of_rows_add_up(task, blocks, monkeypatch):
     most, means = [0, 2, 4], [1, 3]
     assert torch.equal(both[:, most], torch.maximum(two, one)[:, most])
     assert torch.allclose(both[:, means], (2 * two + one)[:, means] / 3)
-    monkeypatch.setattr(attention_probe, "ROWS", 4)
+    monkeypatch.setattr(empirical_receptive_field, "MAX_QUERIES", 4)
     assert torch.allclose(of(blocks[:2], blocks[2:]), both, rtol=1e-9)
 
 
@@ -192,7 +214,7 @@ def test_never_above_the_bound(dtype, spread):
     score = score.masked_fill(hidden & (ahead != 0) | (ahead > 0), -torch.inf)
     v = torch.randn(2, 3, 64, 5, generator=generator, dtype=dtype)
     tight = []
-    for delta, bound in losses(score, v, list(range(1, 66))):
+    for delta, bound in truncation_errors(score, v, list(range(1, 66))):
         assert delta.isfinite().all() and bound.isfinite().all()
         assert (delta <= bound * (1 + 1e-5)).all()
         tight.append((delta / bound).nan_to_num().max().item())
@@ -203,7 +225,7 @@ def test_never_above_the_bound(dtype, spread):
 def test_the_bound_is_reached_by_opposite_values():
     """Half of the weight is on a far key whose value is the negative of the near one's."""
     score = torch.tensor([[[[0.0, 0.0]]]], dtype=torch.float64)
-    [(delta, bound)] = losses(score, torch.tensor([[[[-2.0], [2.0]]]], dtype=torch.float64), [1])
+    [(delta, bound)] = truncation_errors(score, torch.tensor([[[[-2.0], [2.0]]]], dtype=torch.float64), [1])
     assert delta.item() == pytest.approx(2.0) and bound.item() == pytest.approx(2.0)
 
 
@@ -231,7 +253,7 @@ def test_command_writes_table_curve_and_figure(trained, corpus, tmp_path):
     # one curve for the checkpoint: measured, and of its bias, whose mean over layers and heads is known
     pair = table(tmp_path / "erf_trf.csv")
     slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)[:, None]
-    expected = quantised((-slopes * torch.arange(20)).softmax(-1).mean(0))[1]
+    expected = quantised_curve((-slopes * torch.arange(20)).softmax(-1).mean(0))[1]
     assert [float(row["trf_over_length"]) for row in pair] == pytest.approx(expected.tolist())
     mass = [float(row["erf_over_length"]) for row in pair]
     assert mass == pytest.approx(expected.tolist(), abs=0.3) and (mass[0], mass[-1]) == (0, 1)
@@ -256,7 +278,7 @@ def test_delta_of_trained_models_stays_below_too(trained, corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
-    [("--length 200", "64 blocks of 200: use more text, a smaller --length or fewer"), ("--subset nope", "nope")],
+    [("--length 200", "64 blocks of 200: use more text, a smaller --length or fewer"), ("--split nope", "nope")],
 )
 def test_bad_input_is_one_line(trained, corpus, tmp_path, flags, reason):
     assert reason in refusal("erf", trained, corpus, *flags.split(), "--out", tmp_path / "out")
@@ -264,6 +286,9 @@ def test_bad_input_is_one_line(trained, corpus, tmp_path, flags, reason):
 
 
 def test_rows_that_were_not_measured_are_not_left_out_silently(trained, corpus):
-    request, subject = FieldRequest(data=corpus, blocks=2, device="cpu"), Subject(trained, "alibi", 32)
+    request, subject = (
+        ReceptiveFieldRequest(data=corpus, blocks=2, device="cpu"),
+        LabelledCheckpoint(trained, "alibi", 32),
+    )
     with pytest.raises(UserError, match=f"{trained}: 10 of 12 rows were measured: report this"):
-        through(request, subject, 20, lambda decoder: Field(decoder, 20, 5, EPSILONS), rows=6)
+        run_probe(request, subject, 20, lambda decoder: AttentionMassProbe(decoder, 20, 5, EPSILONS), rows=6)

@@ -17,7 +17,7 @@ import torch
 from conftest import checkpoint_with, make_model, run, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measuring import PAD, bits, losses_by_position, make_sensitive, refusal, rows_of, write_text
+from measuring import PAD, bits, make_sensitive, reference_losses, refusal, rows_of, write_text
 from torch.nn import functional as F
 
 from fairseq_rpe.core import UserError
@@ -25,9 +25,9 @@ from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.folder import MADE_BY
 from fairseq_rpe.evaluation import loading, perplexity
 from fairseq_rpe.evaluation import records as results
-from fairseq_rpe.evaluation.lengths import default_lengths
-from fairseq_rpe.evaluation.loss_aggregation import result_of
-from fairseq_rpe.evaluation.perplexity import by_position, target_losses
+from fairseq_rpe.evaluation.checkpoint_defaults import default_lengths
+from fairseq_rpe.evaluation.loss_aggregation import text_result
+from fairseq_rpe.evaluation.perplexity import losses_by_position, target_losses
 from fairseq_rpe.evaluation.records import TextKey, TextRequest
 from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
@@ -35,7 +35,7 @@ from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.utils import records
 
 TRAINED = 32  # tokens of a block in the training of the checkpoints here
-RANDOM = ("--positions", "randomized:max=2000")
+RANDOM = ("--positions-eval", "randomized:max_position=2000")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def text(corpus, made_once) -> Path:
 
 
 def key_of(row: dict) -> results.TextKey:
-    return records.read(results.TextResult, row, "test", "a row").key
+    return records.read_record(results.TextResult, row, "test", "a row").key
 
 
 def table_of(*words: object) -> list[list[str]]:
@@ -91,15 +91,15 @@ def test_every_token_is_scored_once_at_its_position(sensitive, task, documents, 
         data = write_text(Path(folder, "text"), Path(folder, "dict.txt"), documents)
         choice = {"blocks": "document"} if kind == "document" else {"separate_documents": kind == "separate"}
         request = TextRequest(checkpoint=data, data=data, lengths=[length], batch_size=rows, **choice)
-        batches = list(perplexity.batches(request, task, length, 150))
+        batches = list(perplexity.make_batches(request, task, length, 150))
     assert all(len(inputs) <= (rows or 150) and inputs.numel() <= 150 for inputs, *_ in batches)
     scored: list[int] = []
-    nats, count = by_position(sensitive, batches, length, PAD, scored.append)
-    expected, times = losses_by_position(sensitive, text, first)
+    nats, count = losses_by_position(sensitive, batches, length, PAD, scored.append)
+    expected, times = reference_losses(sensitive, text, first)
     assert sum(scored) == len(text) and torch.equal(count, F.pad(times, (0, length))[:length])
     torch.testing.assert_close(nats, F.pad(expected, (0, length))[:length], rtol=1e-5, atol=1e-5)
 
-    found = result_of(TextKey(checkpoint="c", subset="test", length=length), nats, count)
+    found = text_result(TextKey(checkpoint="c", split="test", length=length), nats, count)
     assert found.tokens == len(text) and found.ppl == pytest.approx(2**found.loss_base2, rel=1e-12)
     assert found.loss_base2 == pytest.approx(bits(float(expected.sum()), len(text)), rel=1e-5)
     upto, begins = found.positions_loss.upto, [0, *(last + 1 for last in found.positions_loss.upto[:-1])]
@@ -113,7 +113,7 @@ def test_every_token_is_scored_once_at_its_position(sensitive, task, documents, 
 CASES = [
     ("sinusoidal", ""),
     ("rope:scaling=yarn,factor=auto,original_length=32", ""),  # reads the row's length
-    ("kerple_log", "--positions interpolate"),
+    ("kerple_log", "--positions-eval interpolate"),
     ("rope", " ".join(RANDOM)),  # draws for each block
     ("alibi", "--rpe type1 --batch-size 3"),
     ("rope:base=500", "--rpe self_extend:base=500,group=4"),
@@ -142,7 +142,7 @@ def test_a_row_says_what_was_measured(state, text, tmp_path):
     total, counts = len(ids), Counter(ids.tolist())
     unigram = math.prod((total / n) ** (n / total) for n in counts.values())
     [row] = rows_of("eval", checkpoint_with(state, tmp_path), text, "--lengths", 37)
-    keys = ["encoding", "checkpoint", "data", "subset", "rpe", "positions", "length", "tokens", "loss_base2", "ppl"]
+    keys = ["encoding", "checkpoint", "data", "split", "rpe", "positions", "length", "tokens", "loss_base2", "ppl"]
     keys += ["seconds", "engine", "peak_mb", "positions_loss", "unigram_ppl", "train_length", "context"]
     assert list(row) == keys
     assert row["unigram_ppl"] == pytest.approx(unigram, rel=1e-9)
@@ -155,7 +155,7 @@ def test_adaptive_softmax(task):
     torch.manual_seed(0)
     inputs, targets = torch.randint(4, 60, (2, 3, 17))
     targets[0, -5:] = PAD
-    nats, count = by_position(model, [(inputs, targets)], 20, PAD, lambda scored: None)
+    nats, count = losses_by_position(model, [(inputs, targets)], 20, PAD, lambda scored: None)
     with torch.no_grad():
         plain = model.get_normalized_probs(model(inputs), log_probs=True, sample={"target": targets})
     wanted = -plain.gather(-1, targets[..., None])[..., 0][targets.ne(PAD)].double()
@@ -210,17 +210,19 @@ def test_random_positions_are_drawn_for_each_block(state, text, tmp_path):
     [two] = rows_of(*command, *RANDOM, "--batch-size", 2)
     assert two["loss_base2"] == pytest.approx(one["loss_base2"], rel=1e-6)
     assert one["draws"] == 1 and "draws" not in rows_of(*command)[0]
-    request = TextRequest(checkpoint=checkpoint, data=text, lengths=[37], positions=RANDOM[1], device="cpu")
-    model, task = loading.load(checkpoint, request, text)
+    request = TextRequest(checkpoint=checkpoint, data=text, lengths=[37], positions_eval=RANDOM[1], device="cpu")
+    model, task = loading.load_model(checkpoint, request, text)
     total, losses = corpus_files.count_tokens(text, "test"), []
-    for model.decoder.moves.draw in range(2):
-        nats, _ = by_position(model, perplexity.batches(request, task, 37, 2048), 37, PAD, lambda scored: None)
+    for model.decoder.position_transforms.sample in range(2):
+        nats, _ = losses_by_position(
+            model, perplexity.make_batches(request, task, 37, 2048), 37, PAD, lambda scored: None
+        )
         losses.append(bits(float(nats.sum()), total))
     assert losses[0] == pytest.approx(one["loss_base2"], rel=1e-9) and losses[1] != losses[0]
-    [mean] = rows_of(*command, *RANDOM, "--draws", 2, "--out", out)
+    [mean] = rows_of(*command, *RANDOM, "--position-samples", 2, "--out", out)
     assert mean["loss_base2"] == pytest.approx(sum(losses) / 2, rel=1e-9)
     assert (mean["draws"], mean["tokens"]) == (2, total)
-    rows_of(*command, *RANDOM, "--draws", 1, "--out", out)
+    rows_of(*command, *RANDOM, "--position-samples", 1, "--out", out)
     assert [json.loads(line)["draws"] for line in out.read_text().splitlines()] == [1, 2]
 
 
@@ -257,8 +259,8 @@ def test_the_backend_of_an_evaluation(state, text, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 32, "BLOCK_N": 32})
     for module in (prune, autograd):
         monkeypatch.setattr(module, "BLOCK", 32)  # keys that are left out together
-    decided, decide = [], autograd.left_out
-    monkeypatch.setattr(autograd, "left_out", lambda *rest: decided.append(decide(*rest)) or decided[-1])
+    decided, decide = [], autograd.first_kept_key
+    monkeypatch.setattr(autograd, "first_kept_key", lambda *rest: decided.append(decide(*rest)) or decided[-1])
     command = ("eval", checkpoint_with(state, tmp_path, decoder_attention_heads=1), text, "--lengths", 101)
     [plain] = rows_of(*command)
     [kernels] = rows_of(*command, "--attention-backend", "triton")
@@ -314,7 +316,7 @@ def test_a_table_has_ratios_to_the_training_length(state, text, tmp_path, monkey
         assert line[:4] == [str(row["length"]), f"{row['ppl']:,.2f}", f"{ratio:.3f}", f"{row['tokens']:,}"]
     head, line = table_of(*words, "16")
     assert head == ["length", "perplexity", "tokens", "seconds"] and line[1] == f"{rows[0]['ppl']:,.2f}"
-    whole = perplexity.by_position
+    whole = perplexity.losses_by_position
 
     def fails(model, batches, length, *rest):
         if length == TRAINED:
@@ -336,7 +338,7 @@ def test_lengths_have_a_default(state, text, tmp_path, monkeypatch, capsys):
     for flags, lengths, why in (
         ((None, None), [32, 64, 128], f"text/test has {total} tokens"),
         (("learned", None), [32], "'learned' has 32 positions"),
-        ((None, "randomized:max=64"), [32, 64], "has 64 positions"),
+        ((None, "randomized:max_position=64"), [32, 64], "has 64 positions"),
         ((None, None, "document"), [32, 64], f"the longest document of {text}/test has {longest} tokens"),
     ):
         assert default_lengths(checkpoint, text, "test", *flags) == lengths
@@ -345,8 +347,8 @@ def test_lengths_have_a_default(state, text, tmp_path, monkeypatch, capsys):
     head, *rows = table_of(checkpoint, text, "--blocks", "document")
     assert head[-1] == "context" and [row[0] for row in rows] == ["32", "64"]
     assert all(row[-1] == "within documents" for row in rows)
-    monkeypatch.setattr(checkpoints.Checkpoint, "train_length", lambda _: None)
-    assert f"--lengths is missing, and {checkpoint} does not record" in refusal("eval", checkpoint, text)
+    monkeypatch.setattr(checkpoints.RpeCheckpoint, "train_length", lambda _: None)
+    assert f"{checkpoint} does not record its training length: use --lengths" in refusal("eval", checkpoint, text)
 
 
 def test_corpora_that_know_their_text_give_bits_per_byte(state, text, tmp_path):
@@ -377,8 +379,13 @@ def test_data_of_another_vocabulary_are_refused(engine, state, text, tmp_path):
 
 
 REFUSALS = [
-    ("alibi", {}, "--draws 3", "--draws 3: positions are not random"),
-    ("alibi", {}, "--draws 3 --positions randomized:max=99 --engine fairseq", "--draws goes with --engine fast"),
+    ("alibi", {}, "--position-samples 3", "--position-samples 3: positions are not random"),
+    (
+        "alibi",
+        {},
+        "--position-samples 3 --positions-eval randomized:max_position=99 --engine fairseq",
+        "--position-samples needs --engine fast",
+    ),
     ("alibi", {"self_target": True}, "", "trained with --self-target, .*or use --engine fairseq"),
     ("alibi", {"output_dictionary_size": 9}, "", "trained with --output-dictionary-size, .*or use --engine fairseq"),
     ("alibi", {"algorithm": "copy"}, "", "algorithmic task: this command is for text$"),
@@ -389,11 +396,11 @@ REFUSALS = [
     ("rope:base=500", {}, "--rpe rerope:base=10000", "give base=500"),
     ("rope:base=500", {}, "--rpe longrope:base=10000 --engine fairseq", "give base=500"),
     ("alibi", {}, "--attention-prune 1e-4 --attention-backend flex", "prunes on the backends sdpa and triton"),
-    ("alibi", {}, "--attention-prune 1e-4 --engine fairseq", "--attention-prune goes with --engine fast"),
+    ("alibi", {}, "--attention-prune 1e-4 --engine fairseq", "--attention-prune needs --engine fast"),
     ("alibi", {}, "--attention-prune 1e-4 --rpe nope", "cannot be pruned"),
     ("alibi", {}, "--separate-documents --blocks document", "--separate-documents is for --blocks stream"),
     ("alibi", {}, "--separate-documents --attention-prune 0.1", "does not go with --separate-documents"),
-    ("alibi", {}, "--separate-documents --positions interpolate", "--blocks document"),
+    ("alibi", {}, "--separate-documents --positions-eval interpolate", "--blocks document"),
     ("rope:scaling=dynamic_ntk,original_length=32", {}, "--separate-documents", "--blocks document"),
     ("alibi", {}, "--blocks document --lengths 128", "has [0-9]+ tokens, less than one block of 128"),
 ]
@@ -429,17 +436,17 @@ def test_losses_that_are_no_numbers_are_refused(state, text, tmp_path):
     for engine in ("fast", "fairseq"):
         assert "probability 0 or NaN" in refusal(*command, "--engine", engine)
     path = checkpoint("decoder.output_projection.weight", 3e4)
-    assert "is too large for a number, with a loss of" in refusal("eval", path, text, "--lengths", 64)
+    assert "overflows a float, with a loss of" in refusal("eval", path, text, "--lengths", 64)
     flags = ["--windows", 16, "--stride", 16, "--first-tokens", 64, "--out", tmp_path / "out"]
-    assert "is too large for a number, with a loss of" in refusal("sliding", path, text, *flags)
+    assert "overflows a float, with a loss of" in refusal("sliding", path, text, *flags)
     assert not (tmp_path / "out" / "sliding.jsonl").exists()
 
 
 def test_tokens_that_were_not_scored_are_refused(state, text, tmp_path, monkeypatch):
-    whole, out = perplexity.batches, tmp_path / "eval.jsonl"
+    whole, out = perplexity.make_batches, tmp_path / "eval.jsonl"
     monkeypatch.setattr(perplexity, "batches", lambda *a: ((x[:, :-1], y[:, :-1]) for x, y in whole(*a)))
     error = refusal("eval", checkpoint_with(state, tmp_path), text, "--lengths", 37, "--out", out)
-    assert "tokens were scored, so the result is not kept" in error and not out.exists()
+    assert "tokens were scored, so the result is not stored" in error and not out.exists()
 
 
 def test_a_mistake_in_an_encoding_of_a_file_is_told_with_its_place(state, text, tmp_path):

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.encodings import build, normalise
 from fairseq_rpe.evaluation import longrope_search
-from fairseq_rpe.evaluation.loading import load, read_stream
-from fairseq_rpe.evaluation.longrope_search import STARTS, Candidate, Space, evolve
-from fairseq_rpe.evaluation.records import Overrides
+from fairseq_rpe.evaluation.loading import load_model, read_stream
+from fairseq_rpe.evaluation.longrope_search import STARTS, Candidate, SearchSpace, evolve
+from fairseq_rpe.evaluation.records import EvalOverrides
 from fairseq_rpe.utils import files
 
 SMALL = ("--population", 5, "--iterations", 2, "--samples", 2, "--device", "cpu")
-SPACE = Space(4.0)
+SPACE = SearchSpace(4.0)
 SEEDS = [Candidate((400,) * 6, 0), Candidate((100, 132, 174, 230, 303, 400), 0), Candidate((100,) * 3 + (400,) * 3, 0)]
 
 
@@ -33,12 +33,12 @@ def check(one: Candidate) -> None:
 def test_candidates_never_shrink_and_stay_in_range():
     draw, people = random.Random(0), list(SEEDS)
     for _ in range(300):
-        people.append(SPACE.mutated(draw.choice(people), draw))
-        people.append(SPACE.crossed(*draw.sample(people, 2), draw))
+        people.append(SPACE.mutate(draw.choice(people), draw))
+        people.append(SPACE.crossover(*draw.sample(people, 2), draw))
     for one in people:
         check(one)
     assert len(set(people)) > 300 and {one.start for one in people} == set(STARTS)
-    assert SPACE.rounded((1.0, 1.004, 2.566, 9.0)) == Candidate((100, 100, 257, 500), 0)
+    assert SPACE.round_factors((1.0, 1.004, 2.566, 9.0)) == Candidate((100, 100, 257, 500), 0)
 
 
 def test_evolution_comes_near_a_hidden_optimum():
@@ -78,7 +78,7 @@ def test_it_ends_with_a_spec_of_the_perplexity_that_it_says(checkpoint, corpus, 
     best = min(kept, key=lambda row: row["loss_base2"])
     assert best["rpe"] == spec and f"perplexity {best['ppl']:.4f}" in lines[-2]
     # the same by loading the checkpoint with that encoding
-    model, task = load(checkpoint, Overrides(rpe=spec, device="cpu"), corpus)
+    model, task = load_model(checkpoint, EvalOverrides(rpe=spec, device="cpu"), corpus)
     stream = read_stream(corpus, "valid", task.source_dictionary, 160)
     scores = model(stream[:-1].view(2, 80))[0].flatten(0, 1)
     assert float(F.cross_entropy(scores, stream[1:]).exp()) == pytest.approx(best["ppl"], rel=1e-5)
@@ -101,8 +101,10 @@ def test_a_killed_search_goes_on(checkpoint, corpus, tmp_path, monkeypatch):
     before = out.read_text()
     assert before.count("\n") == 3
     monkeypatch.setattr(files, "append_json_line", write)
-    measured, count = longrope_search._Measured._loss, []
-    monkeypatch.setattr(longrope_search._Measured, "_loss", lambda self, s: count.append(s) or measured(self, s))
+    measured, count = longrope_search._CachedLosses._measure_loss, []
+    monkeypatch.setattr(
+        longrope_search._CachedLosses, "_measure_loss", lambda self, s: count.append(s) or measured(self, s)
+    )
     assert run_here(*words, "--out", out).stdout == whole
     assert out.read_text().startswith(before) and len(count) == out.read_text().count("\n") - 3
     count.clear()
@@ -118,12 +120,12 @@ def test_questions_are_no_text_to_search_on(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "flags", "words"),
     [
-        ("rope", "32", "--tokens 32 is not above the trained length, 32"),
-        ("alibi", "64", "was trained with 'alibi': the search is for rope without a scaling"),
-        ("rope:scaling=linear,factor=2", "64", "the search is for rope without a scaling"),
+        ("rope", "32", "--tokens 32 is not above the training length, 32"),
+        ("alibi", "64", "was trained with 'alibi': use a checkpoint with rope without scaling"),
+        ("rope:scaling=linear,factor=2", "64", "use a checkpoint with rope without scaling"),
         ("rope", "900 --samples 90", "less than 90 blocks of 900: use more text or fewer --samples"),
-        ("rope", "64 --subset dev", "dev"),
-        ("rope", "64 --population 2", "--population 2 is too few"),
+        ("rope", "64 --split dev", "dev"),
+        ("rope", "64 --population 2", "--population 2 is too small"),
         ("rope", "64 --out .", "--out ."),
     ],
 )

@@ -16,11 +16,11 @@ from prepared_folder import asked_set, make_folder, make_sets, questions, vocabu
 
 from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation import question_answering
-from fairseq_rpe.evaluation.score_by_distance import bands
-from fairseq_rpe.questions import dataset, length_check
-from fairseq_rpe.questions.metrics import Scored, score
-from fairseq_rpe.questions.prompt import fitted
-from fairseq_rpe.questions.question import Question
+from fairseq_rpe.evaluation.question_records import score_by_distance
+from fairseq_rpe.questions import dataset, prompt
+from fairseq_rpe.questions.dataset import Question
+from fairseq_rpe.questions.metrics import AnsweredQuestion, score
+from fairseq_rpe.questions.prompt import build_prompt
 from fairseq_rpe.utils import files
 
 WRITTEN = 16  # tokens of an answer in prepared_folder
@@ -87,12 +87,12 @@ def model(checkpoint, data):
 
 def read_by_model(data: Path, name: str, length: int, written: int = WRITTEN, cut: str = "end"):
     """Of each question of a set: its row, what is read of it, and how many tokens are left out."""
-    rows = dataset.load(data).split("valid")
+    rows = dataset.load_dataset(data).split("valid")
     found = []
     for row in rows:
         if row.set == name:
             parts = [rows.tokens(item) for item in (row.prompt, row.document, row.cue)]
-            found.append((row, *fitted(*parts, length - written, cut)))
+            found.append((row, *build_prompt(*parts, length - written, cut)))
     return rows, found
 
 
@@ -106,17 +106,17 @@ def log_probs(model, row):
 def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, monkeypatch):
     """And scores those of the answers."""
     written: dict[tuple[int, ...], list[int]] = {}
-    real = question_answering.greedy
+    real = question_answering.greedy_search
 
     def kept(model, prompts, *rest):
         found = real(model, prompts, *rest)
         written.update({tuple(map(int, prompt)): tokens for prompt, tokens in zip(prompts, found, strict=True)})
         return found
 
-    monkeypatch.setattr(question_answering, "greedy", kept)
+    monkeypatch.setattr(question_answering, "greedy_search", kept)
     out, texts = tmp_path / "rows.jsonl", tmp_path / "texts"
     flags = ["--lengths", "80,180", "--sets", "mill", "--out", out, "--predictions", texts]
-    lines = rows_of("answer", checkpoint, data, *flags)
+    lines = rows_of("eval-questions", checkpoint, data, *flags)
     assert lines == files.read_json_lines(out) and [line["length"] for line in lines] == [80, 180]
     cut = []
     for line in lines:
@@ -129,25 +129,33 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
             whole = [*tokens, EOS][: WRITTEN - 1]
             assert log_probs(model, prompt + whole[:-1])[len(prompt) - 1 :].argmax(-1).tolist() == whole
         assert len(set(given.values())) > 3
-        items = [Scored(given[row.id], tuple(rows.text(a).strip() for a in row.answers)) for row, _, _ in asked]
+        items = [
+            AnsweredQuestion(given[row.id], tuple(rows.text(a).strip() for a in row.answers)) for row, _, _ in asked
+        ]
         assert line["metrics"] == {name: score(name, items) for name in ("f1", "em", "rouge1", "rgm")}
         assert (line["published"], line["score"]) == ("f1", line["metrics"]["f1"])
         assert line["questions"] == len(asked) == 11
-        cut.append((line["cut_documents"], line["lost_tokens"]))
+        cut.append((line["truncated_documents"], line["lost_tokens"]))
         assert cut[-1] == (sum(lost > 0 for _, _, lost in asked), sum(lost for _, _, lost in asked))
         assert line["empty"] == sum(not text for text in given.values())
-        known = {"encoding": "fire", "suite": "own", "subset": "valid", "transform": "identity", "by": "generation"}
-        known |= {"cut": "end", "checkpoint": files.file_digest(checkpoint), "data": dataset.digest(data)}
+        known = {
+            "encoding": "fire",
+            "suite": "own",
+            "split": "valid",
+            "transform": "identity",
+            "answer_mode": "generation",
+        }
+        known |= {"cut": "end", "checkpoint": files.sha256_of_files(checkpoint), "data": dataset.dataset_digest(data)}
         assert known.items() <= line.items() and line["beam"] == 1 and "length_penalty" not in line
     assert 11 > cut[0][0] > cut[1][0] > 0
 
     # known results are not computed again, and keep their answers
     before = out.read_bytes()
-    assert rows_of("answer", checkpoint, data, *flags) == lines and out.read_bytes() == before
+    assert rows_of("eval-questions", checkpoint, data, *flags) == lines and out.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "texts"]
     # others are added: another end of the document, a beam
-    (start,) = rows_of("answer", checkpoint, data, *flags[2:6], "--lengths", 80, "--cut", "start")
-    (wide,) = rows_of("answer", checkpoint, data, *flags[2:6], "--lengths", 80, "--beam", 2)
+    (start,) = rows_of("eval-questions", checkpoint, data, *flags[2:6], "--lengths", 80, "--truncate", "start")
+    (wide,) = rows_of("eval-questions", checkpoint, data, *flags[2:6], "--lengths", 80, "--beam", 2)
     assert start["lost_tokens"] == wide["lost_tokens"] == lines[0]["lost_tokens"]
     assert (start["cut"], wide["beam"], wide["length_penalty"]) == ("start", 2, 1.0)
     assert files.read_json_lines(out) == [*lines, start, wide]
@@ -159,41 +167,56 @@ def test_scores_by_the_distance_of_the_answer(checkpoint, tmp_path):
     asked = [replace(one, distance=10 * place) for one, place in zip(questions(19), order, strict=True)]
     folder = make_folder(tmp_path / "data", {"train": questions(2, start=30), "valid": asked}, metrics=("rouge1",))
     texts = tmp_path / "texts"
-    (line,) = rows_of("answer", checkpoint, tmp_path / "data", "--lengths", 180, "--predictions", texts)
+    (line,) = rows_of("eval-questions", checkpoint, tmp_path / "data", "--lengths", 180, "--predictions", texts)
     given = json.loads(written_at(texts, "made-180").read_text())
     near = sorted(asked, key=lambda one: one.distance)
     groups = [near[0:2], near[2:4], near[4:7], near[7:9], near[9:11], near[11:14], near[14:16], near[16:19]]
     for own, band in zip(groups, line["distances"], strict=True):
-        points = score("rouge1", [Scored(given[one.id], one.answers) for one in own])
+        points = score("rouge1", [AnsweredQuestion(given[one.id], one.answers) for one in own])
         ends = {"least": own[0].distance, "most": own[-1].distance}
         assert band == {**ends, "questions": len(own), "score": points}
     whole = sum(band["questions"] * band["score"] for band in line["distances"]) / 19
     assert whole == pytest.approx(line["score"])
-    items = [Scored(text, ("Bren",)) for text in given.values()]
-    assert folder.sets["made"].published == "rouge1" and len(bands("em", items, list(range(19)))) == 8
+    items = [AnsweredQuestion(text, ("Bren",)) for text in given.values()]
+    assert folder.sets["made"].published == "rouge1" and len(score_by_distance("em", items, list(range(19)))) == 8
     # equal distances stand together
-    alike = bands("em", items, [0] * 6 + [7] * 12 + [9])
+    alike = score_by_distance("em", items, [0] * 6 + [7] * 12 + [9])
     assert [(one.least, one.most, one.questions) for one in alike] == [(0, 0, 6), (7, 7, 12), (9, 9, 1)]
-    assert bands("em", items, [None, *range(18)]) == bands("matthews", items, list(range(19))) == ()
+    assert (
+        score_by_distance("em", items, [None, *range(18)])
+        == score_by_distance("matthews", items, list(range(19)))
+        == ()
+    )
 
 
 def test_batches_change_nothing(data, checkpoint, tmp_path, monkeypatch):
     found = []
     for sizes in ((3, 256**3, 1 << 15), (256, 60**2 * 2, 1 << 15), (256, 256**3, 200), (1, 1, 1)):
-        for name, size in zip(("_ROWS", "_PAIRS", "_TOKENS"), sizes, strict=True):
+        for name, size in zip(("_MAX_ROWS", "_MAX_PAIRS", "_MAX_TOKENS"), sizes, strict=True):
             monkeypatch.setattr(question_answering, name, size)
-        found.append(without_seconds(rows_of("answer", checkpoint, data, "--lengths", "90")))
+        found.append(without_seconds(rows_of("eval-questions", checkpoint, data, "--lengths", "90")))
     assert all(one == found[0] for one in found) and [row["set"] for row in found[0]] == ["mill", "weather"]
 
 
 @pytest.mark.parametrize(("by", "rows"), [("generation", 3), ("likelihood", 6)])  # two choices each
 def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, monkeypatch, by, rows):
-    monkeypatch.setattr(question_answering, "_ROWS", rows)
-    flags = [checkpoint, data, "--lengths", "56,90", "--by", by, "--sets", "weather", "--predictions", tmp_path / "p"]
-    whole = rows_of("answer", *flags, "--out", tmp_path / "whole.jsonl")
+    monkeypatch.setattr(question_answering, "_MAX_ROWS", rows)
+    flags = [
+        checkpoint,
+        data,
+        "--lengths",
+        "56,90",
+        "--answer-mode",
+        by,
+        "--sets",
+        "weather",
+        "--predictions",
+        tmp_path / "p",
+    ]
+    whole = rows_of("eval-questions", *flags, "--out", tmp_path / "whole.jsonl")
     texts = written_at(tmp_path / "p", "weather-90").read_bytes()
     written_at(tmp_path / "p", "weather-90").unlink()
-    out, real, asked = tmp_path / "rows.jsonl", question_answering._answers, []
+    out, real, asked = tmp_path / "rows.jsonl", question_answering._answer_batch, []
 
     def stopped(model, key, rows, info, batch, tick):
         asked.append((key.length, *batch.ids))
@@ -201,14 +224,14 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, monkeypatch, b
             raise KeyboardInterrupt
         return real(model, key, rows, info, batch, tick)
 
-    monkeypatch.setattr(question_answering, "_answers", stopped)
-    done = run_here("answer", *flags, "--out", out, "--device", "cpu", "--json", ok=False)
+    monkeypatch.setattr(question_answering, "_answer_batch", stopped)
+    done = run_here("eval-questions", *flags, "--out", out, "--device", "cpu", "--json", ok=False)
     assert done.returncode == 130 and len(done.stdout.splitlines()) == 1 == len(files.read_json_lines(out))
     (kept,) = tmp_path.glob("rows.jsonl.weather-90-*.partial")
     assert len(kept.read_bytes().splitlines()) == 1
     with open(kept, "ab") as file:  # a kill while a line was written
         file.write(b'{"answers": {"w1": "y')
-    again = rows_of("answer", *flags, "--out", out)
+    again = rows_of("eval-questions", *flags, "--out", out)
     assert again == files.read_json_lines(out) and without_seconds(again) == without_seconds(whole)
     assert sorted(asked) == sorted([*asked[:4], *asked[5:], asked[5]]) and asked[4] == asked[5] and len(asked) == 7
     assert written_at(tmp_path / "p", "weather-90").read_bytes() == texts
@@ -216,7 +239,7 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, monkeypatch, b
 
 
 def test_a_table_is_printed(data, checkpoint):
-    words = ("answer", checkpoint, data, "--lengths", "56", "--sets", "weather")
+    words = ("eval-questions", checkpoint, data, "--lengths", "56", "--sets", "weather")
     (row,) = rows_of(*words)
     done = run_here(*words, "--device", "cpu")
     head, line = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
@@ -229,11 +252,11 @@ def test_a_result_that_could_not_be_kept_is_not_forgotten(data, checkpoint, tmp_
     """What was answered is still there when there is room for the result."""
     out, real = tmp_path / "rows.jsonl", files.append_json_line
     monkeypatch.setattr(files, "append_json_line", lambda *_: (_ for _ in ()).throw(OSError(28, "full", str(out))))
-    words = ("answer", checkpoint, data, "--lengths", "56", "--sets", "weather", "--out", out)
+    words = ("eval-questions", checkpoint, data, "--lengths", "56", "--sets", "weather", "--out", out)
     done = run_here(*words, "--device", "cpu", "--json", ok=False)
     assert done.returncode == 2 and len(done.stdout.splitlines()) == 1 and "no space left" in done.stderr
     monkeypatch.setattr(files, "append_json_line", real)
-    monkeypatch.setattr(question_answering, "_answers", None)
+    monkeypatch.setattr(question_answering, "_answer_batch", None)
     rows = rows_of(*words)
     assert without_seconds(rows) == without_seconds([json.loads(done.stdout)])
     assert [p.name for p in tmp_path.iterdir()] == [out.name]
@@ -241,18 +264,18 @@ def test_a_result_that_could_not_be_kept_is_not_forgotten(data, checkpoint, tmp_
 
 def test_answers_of_different_questions_are_kept_apart(data, checkpoint, tmp_path):
     """One folder takes the answers of all ways to answer and lengths, each in a file; a known result needs its own."""
-    words = ("answer", checkpoint, data, "--sets", "weather", "--out", tmp_path / "rows.jsonl")
-    for more in (["--lengths", "56,90"], ["--lengths", "56", "--by", "likelihood"]):
+    words = ("eval-questions", checkpoint, data, "--sets", "weather", "--out", tmp_path / "rows.jsonl")
+    for more in (["--lengths", "56,90"], ["--lengths", "56", "--answer-mode", "likelihood"]):
         rows_of(*words, "--predictions", tmp_path / "p", *more)
     assert sorted(p.name.split("-")[1] for p in (tmp_path / "p").iterdir()) == ["56", "56", "90"]
     said = refusal(*words, "--lengths", 56, "--predictions", tmp_path / "other")
-    assert "has the result of weather at 56 tokens, and --predictions has not its answers" in said
+    assert "has the result of weather at 56 tokens, but --predictions does not have its answers" in said
 
 
 def test_the_likeliest_choice(data, checkpoint, model, tmp_path):
     """By sums over the tokens of a choice and its end, of full passes."""
-    flags = ["--sets", "weather", "--lengths", 40, "--by", "likelihood", "--predictions", tmp_path]
-    (line,) = rows_of("answer", checkpoint, data, *flags)
+    flags = ["--sets", "weather", "--lengths", 40, "--answer-mode", "likelihood", "--predictions", tmp_path]
+    (line,) = rows_of("eval-questions", checkpoint, data, *flags)
     rows, asked = read_by_model(data, "weather", 40, 6)
     given = json.loads(written_at(tmp_path, "weather-40").read_text())
     items = []
@@ -263,21 +286,21 @@ def test_the_likeliest_choice(data, checkpoint, model, tmp_path):
             scores = log_probs(model, whole)[len(read) - 1 : -1]
             sums.append(float(scores.gather(1, torch.tensor(whole[len(read) :])[:, None]).sum()))
         assert given[row.id] == rows.text(row.choices[sums.index(max(sums))]).strip() in ("yes", "no")
-        items.append(Scored(given[row.id], (rows.text(row.answers[0]).strip(),), "", ("no", "yes")))
+        items.append(AnsweredQuestion(given[row.id], (rows.text(row.answers[0]).strip(),), "", ("no", "yes")))
     right = sum(item.prediction in item.answers for item in items)
-    assert line["metrics"]["accuracy"] == 100 * right / 7 and line["by"] == "likelihood" and line["empty"] == 0
+    assert line["metrics"]["accuracy"] == 100 * right / 7 and line["answer_mode"] == "likelihood" and line["empty"] == 0
     assert line["undefined"] == (["matthews"] if len(set(given.values())) == 1 else [])
 
 
 def test_other_positions_and_encodings(data, checkpoint, tmp_path):
     base = [checkpoint, data, "--sets", "weather"]
-    one, two = rows_of("answer", *base, "--lengths", "24,64", "--positions", "interpolate")
+    one, two = rows_of("eval-questions", *base, "--lengths", "24,64", "--positions-eval", "interpolate")
     assert (one["transform"], two["transform"]) == ("identity", "interpolate:ratio=0.5")
     assert two["positions"] == "interpolate"
-    flags = ["--lengths", 40, "--positions", "randomized:max=64"]
-    rows = [rows_of("answer", *base, *flags)[0] for _ in range(2)]
+    flags = ["--lengths", 40, "--positions-eval", "randomized:max_position=64"]
+    rows = [rows_of("eval-questions", *base, *flags)[0] for _ in range(2)]
     assert without_seconds(rows[:1]) == without_seconds(rows[1:]) and rows[0]["draws"] == 1
-    (row,) = rows_of("answer", *base, "--lengths", 40, "--rpe", "fire:exact=true", "--compute-dtype", "bf16")
+    (row,) = rows_of("eval-questions", *base, "--lengths", 40, "--rpe", "fire:exact=true", "--compute-dtype", "bf16")
     assert (row["rpe"], row["encoding"], row["compute_dtype"]) == ("fire:exact=true", "fire", "bf16")
 
 
@@ -285,22 +308,27 @@ REFUSALS = [
     ("--lengths 40 --sets mil", "--sets mil: .*did you mean 'mill'"),
     ("--lengths 40 --sets mill,mill", "names a set twice"),
     ("--lengths 90 --predictions dict.txt", "--predictions"),
-    ("--lengths 40 --subset test", "--subset test: mill has no answers there, but in train, valid"),
-    ("--lengths 90 --subset train", "--subset train: weather has no answers there"),
+    ("--lengths 40 --split test", "--split test: mill has no answers in this split: use train, valid"),
+    ("--lengths 90 --split train", "--split train: weather has no answers in this split"),
     ("--lengths 90,16", "16 tokens leave no room for a question: answers of mill take up to 16"),
     ("--lengths 90,20 --sets mill", "question 'q8' of mill takes .* where 4 may be read: give a greater length"),
-    ("--lengths 90 --by likelihood --sets mill", "question 'q9' of mill has no choices .*use --by generation"),
-    ("--lengths 90 --by likelihood --beam 2", "--beam is of --by generation"),
-    ("--lengths 90 --length-penalty 1", "--length-penalty is of a beam"),
+    (
+        "--lengths 90 --answer-mode likelihood --sets mill",
+        "question 'q9' of mill has no choices .*use --answer-mode generation",
+    ),
+    ("--lengths 90 --answer-mode likelihood --beam 2", "--beam is of --answer-mode generation"),
+    ("--lengths 90 --length-penalty 1", "--length-penalty needs a beam"),
     ("--lengths 90 --beam 2 --length-penalty 1e308", "--length-penalty 1e\\+308 is out of range: use 0 to 10"),
-    ("--lengths 40,90 --positions randomized:max=64 --sets weather", "raise max to at least 90"),
+    ("--lengths 40,90 --positions-eval randomized:max_position=64 --sets weather", "raise max to at least 90"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "words"), REFUSALS)
 def test_refusals_in_one_line(data, checkpoint, tmp_path, monkeypatch, flags, words):
     monkeypatch.chdir(data)
-    assert re.search(words, refusal("answer", checkpoint, data, "--out", tmp_path / "rows.jsonl", *flags.split()))
+    assert re.search(
+        words, refusal("eval-questions", checkpoint, data, "--out", tmp_path / "rows.jsonl", *flags.split())
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -308,15 +336,15 @@ def test_what_does_not_fit_the_checkpoint_is_refused(data, checkpoint, tmp_path,
     make_folder(tmp_path / "others", vocab=vocabulary(tmp_path / "vocabulary", size=290))
     rope = save_untrained(tmp_path / "rope/checkpoint.pt", data, "rope")
     for words, reasons in (
-        ((checkpoint, data.parent / "vocabulary"), "has no answers.json: .*fairseq-rpe prepare-answers"),
+        ((checkpoint, data.parent / "vocabulary"), "has no answers.json: .*fairseq-rpe prepare-questions"),
         ((tmp_path / "no.pt", data), "does not exist"),
         ((checkpoint, tmp_path / "others"), "was trained with another vocabulary than.*--vocab-from"),
         ((rope, data, "--rpe", "rope:scaling=dynamic_ntk,original_length=8"), "follows the length of the text"),
     ):
-        said = refusal("answer", *words, "--lengths", 90, "--out", tmp_path / "rows.jsonl")
+        said = refusal("eval-questions", *words, "--lengths", 90, "--out", tmp_path / "rows.jsonl")
         assert re.search(reasons, said), said
     monkeypatch.setitem(sys.modules, "rouge_score", None)
-    said = refusal("answer", checkpoint, data, "--lengths", 90, "--out", tmp_path / "rows.jsonl")
+    said = refusal("eval-questions", checkpoint, data, "--lengths", 90, "--out", tmp_path / "rows.jsonl")
     assert "needs rouge-score, which is not installed" in said and not (tmp_path / "rows.jsonl").exists()
 
 
@@ -326,7 +354,7 @@ def test_a_choice_that_is_longer_than_answers_needs_its_own_room(tmp_path):
     rows = folder.split("valid")
     [row] = rows
     read, choice = rows.lengths(row)[0], max(int(rows.sizes[item]) for item in row.choices)
-    length_check.check(folder, "valid", [read + choice])  # answers of at most six tokens are written
-    length_check.check(folder, "valid", [read + choice + 1], compared=True)
+    prompt.check_lengths(folder, "valid", [read + choice])  # answers of at most six tokens are written
+    prompt.check_lengths(folder, "valid", [read + choice + 1], compare_choices=True)
     with pytest.raises(UserError, match=f"question 'q' of long takes {read} tokens .* where {read - 1} may be read"):
-        length_check.check(folder, "valid", [read + choice], compared=True)
+        prompt.check_lengths(folder, "valid", [read + choice], compare_choices=True)

@@ -8,22 +8,29 @@ import pytest
 from conftest import run
 
 from fairseq_rpe import positions
-from fairseq_rpe.evaluation.position_limits import is_random, longest_row
+from fairseq_rpe.evaluation.position_limits import is_random, max_length
 from fairseq_rpe.positions import registry
 
-SPECS = [*positions.names(), "randomized:times=3", "randomized:max=77,per=row", "randomized:max=none,times=2"]
-SPECS += ["pose:target=900,chunks=3", "random_padding:max=80", "warp:length=train", "interpolate:ratio=1/4"]
+SPECS = [
+    *positions.names(),
+    "randomized:times=3",
+    "randomized:max_position=77,per=row",
+    "randomized:max_position=none,times=2",
+]
+SPECS += ["pose:target=900,chunks=3", "random_padding:max_position=80", "warp:length=train", "interpolate:ratio=1/4"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_it_is_what_the_transform_says(spec):
     made = positions.build(spec, 64)
-    assert (longest_row(spec, 64), is_random(spec)) == (made.longest, registry.get(spec.partition(":")[0]).random)
+    assert (max_length(spec, 64), is_random(spec)) == (made.max_length, registry.get(spec.partition(":")[0]).random)
 
 
-@pytest.mark.parametrize("spec", [None, "my_own:max=3", "randomized:max=some", "randomized:times=x", "pose:", ":"])
+@pytest.mark.parametrize(
+    "spec", [None, "my_own:max_position=3", "randomized:max_position=some", "randomized:times=x", "pose:", ":"]
+)
 def test_nothing_is_known_of_others(spec):
-    assert longest_row(spec, 64) is None
+    assert max_length(spec, 64) is None
 
 
 def test_without_torch():

@@ -12,11 +12,11 @@ import torch
 from conftest import VOCABULARY, checkpoint_with, make_model, run_here, with_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measuring import EOS, losses_by_position, refusal, rows_of
+from measuring import EOS, reference_losses, refusal, rows_of
 
 from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation import loading, sliding, sliding_window_loss
-from fairseq_rpe.evaluation.sliding_window_loss import DocumentWindows, Windows, score, why_not_cached
+from fairseq_rpe.evaluation.sliding_window_loss import DocumentWindows, Windows, cache_mismatch_reason, score_windows
 
 TOKENS = 47
 SIZE = st.integers(1, 40)
@@ -47,12 +47,12 @@ def brute_force(model, stream, window: int, stride: int) -> float:
 def test_perplexity_is_that_of_each_token_in_its_own_window(task, stream, window, stride, workers):
     model = make_model(task, "sinusoidal")
     parts = Windows(stream, window, stride, rows=3)
-    nats, seconds = score(model, parts, workers=workers)
+    nats, seconds = score_windows(model, parts, workers=workers)
     assert parts.tokens == TOKENS and seconds > 0
     wanted = brute_force(model, stream, window, stride)
     assert nats == pytest.approx(wanted, rel=1e-5)
     if stride < window:  # the test would see the difference
-        other = losses_by_position(model, stream[1:], torch.arange(TOKENS) // window * window)[0]
+        other = reference_losses(model, stream[1:], torch.arange(TOKENS) // window * window)[0]
         assert float(other.sum()) != pytest.approx(wanted, rel=1e-4)
 
 
@@ -92,17 +92,17 @@ CACHED = [(1, "alibi", 8, 1), (1, "rope", 9, 2), (1, "fire", 8, 3), (2, "window:
 @pytest.mark.parametrize(("layers", "rpe", "window", "stride"), [*CACHED, (2, "window:window=4", 7, 1)])
 def test_the_cache_gives_the_same_where_it_is_allowed(task, stream, monkeypatch, layers, rpe, window, stride):
     model = make_model(task, rpe, decoder_layers=layers)
-    assert why_not_cached(model, window, stride) is None
+    assert cache_mismatch_reason(model, window, stride) is None
     wanted = brute_force(model, stream, window, stride)
     for segments in (1, 3):
         monkeypatch.setattr(sliding_window_loss, "SEGMENTS", segments)
-        nats, _ = score(model, Windows(stream, window, stride, rows=8), cached=True)
+        nats, _ = score_windows(model, Windows(stream, window, stride, rows=8), cached=True)
         assert nats == pytest.approx(wanted, rel=1e-5)
 
 
 UNCACHED = [
-    (2, "alibi", 8, 1, "2 layers reach back 14, stride 1 allows 7"),
-    (2, "window:window=5", 8, 1, "reach back 8, stride 1 allows 7"),
+    (2, "alibi", 8, 1, "2 layers see 14 tokens back, stride 1 allows 7"),
+    (2, "window:window=5", 8, 1, "layers see 8 tokens back, stride 1 allows 7"),
     (1, "sinusoidal", 8, 1, "adds positions to the input"),
     (1, "alibi", 8, 8, "do not overlap"),
 ]
@@ -113,10 +113,10 @@ def test_the_cache_is_refused_where_it_would_be_wrong(task, stream, monkeypatch,
     model = make_model(task, rpe, decoder_layers=layers)
     parts = Windows(stream, window, stride, rows=8)
     with pytest.raises(UserError, match=reason):
-        score(model, parts, cached=True)
+        score_windows(model, parts, cached=True)
     if stride < window:
         monkeypatch.setattr(sliding_window_loss, "why_not_cached", lambda *_: None)
-        wrong, _ = score(model, parts, cached=True)
+        wrong, _ = score_windows(model, parts, cached=True)
         assert wrong != pytest.approx(brute_force(model, stream, window, stride), rel=1e-5)
 
 
@@ -178,8 +178,10 @@ def test_sliding_within_documents_is_a_measurement_of_its_own(checkpoint, corpus
 
 
 def test_the_reference_is_alibis_mean_from_the_training_length_on(tmp_path):
-    subjects = [loading.Subject(tmp_path, label, 64) for label in ("alibi:slopes=plain", "rope", "alibi + shift")]
-    same = {"checkpoint": "c", "data": "d", "subset": "test", "tokens": 99, "loss_base2": 1.0, "seconds": 1.0}
+    subjects = [
+        loading.LabelledCheckpoint(tmp_path, label, 64) for label in ("alibi:slopes=plain", "rope", "alibi + shift")
+    ]
+    same = {"checkpoint": "c", "data": "d", "split": "test", "tokens": 99, "loss_base2": 1.0, "seconds": 1.0}
     rows = [
         sliding.SlidingResult(encoding=one.label, mode=mode, window=w, stride=w, ppl=ppl + more, **same)
         for one in subjects
@@ -195,7 +197,7 @@ def test_the_reference_is_alibis_mean_from_the_training_length_on(tmp_path):
 def test_tokens_that_were_not_scored_are_refused(checkpoint, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(Windows, "__len__", lambda self: len(self.batches) - 1)
     flags = ("--windows", 16, "--stride", 5, "--first-tokens", 99, "--out", tmp_path)
-    assert "of 99 tokens were scored: the result is not kept" in refusal("sliding", checkpoint, corpus, *flags)
+    assert "of 99 tokens were scored: the result is not stored" in refusal("sliding", checkpoint, corpus, *flags)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -205,9 +207,9 @@ REFUSALS = [
     ("16 --stride 17", "--stride 17 is more than window 16: tokens in between would be left out"),
     ("16 --max-tokens 8", "--max-tokens 8 is less than window 16"),
     ("4 --stride 1 --cached", "--cached: window:window=3: cached states would have seen"),
-    ("16 --positions randomized:max=64", "random positions"),
+    ("16 --positions-eval randomized:max_position=64", "random positions"),
     ("16 --blocks document", "no document boundaries"),
-    ("16 --blocks document --cached", "--cached slides over one stream"),
+    ("16 --blocks document --cached", "--cached needs one stream"),
 ]
 
 
@@ -220,4 +222,4 @@ def test_bad_input_is_one_line(checkpoint, corpus, tmp_path, flags, reason):
 def test_checkpoints_on_other_blocks_are_refused(checkpoint, state, corpus, tmp_path):
     within = checkpoint_with(state, tmp_path, task={"blocks": "document"})
     said = refusal("sliding", checkpoint, within, corpus, "--windows", 16, "--out", tmp_path / "out")
-    assert "others on documents: give --blocks" in said and not (tmp_path / "out").exists()
+    assert "others on documents: choose with --blocks" in said and not (tmp_path / "out").exists()

@@ -23,7 +23,7 @@ import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.compat import quick_start
-from fairseq_rpe.compat.guards import guard_workers
+from fairseq_rpe.compat.guards import check_eval_workers
 from fairseq_rpe.core import UserError
 
 PAYLOAD = "touched"
@@ -175,7 +175,7 @@ def test_scores_of_other_tasks_and_the_compiler_are_imported_when_they_are_used(
 
 
 def test_the_compiler_is_imported_for_anything_but_leaving_a_function_alone(monkeypatch):
-    later, imported = quick_start._Compiler("torch._dynamo"), []
+    later, imported = quick_start._LazyCompiler("torch._dynamo"), []
 
     def importing(name: str) -> SimpleNamespace:
         imported.append((name, name in sys.modules))
@@ -222,7 +222,7 @@ def test_numpy_compat(unrepaired):
 def test_namespace_checkpoints(unrepaired, tmp_path):
     torch.save({"args": argparse.Namespace(a=1)}, tmp_path / "x.pt")
     assert "UnpicklingError" in unrepaired("namespace")[1]
-    assert checkpoint_file.read(tmp_path / "x.pt")[0]["args"].a == 1
+    assert checkpoint_file.read_file(tmp_path / "x.pt")[0]["args"].a == 1
     assert torch.load(tmp_path / "x.pt")["args"].a == 1  # as fairseq does afterwards
 
 
@@ -349,7 +349,7 @@ def test_bf16_is_not_tpu(monkeypatch):
 
 def test_guard_counts_tokens():
     def expect(tokens: int, **flags: int) -> None:
-        guard_workers(lambda *_, **__: None, None, SimpleNamespace(sizes=np.ones(tokens)), **flags)
+        check_eval_workers(lambda *_, **__: None, None, SimpleNamespace(sizes=np.ones(tokens)), **flags)
 
     class Scorer:
         def generate(self, models, sample, **kwargs):
@@ -365,8 +365,8 @@ def test_guard_counts_tokens():
                 scorer.generate(models, batch)
             return {"loss": 1.0}
 
-    compat.guard_module(Module)
-    compat.guard_module(Module)
+    compat.count_scored_tokens(Module)
+    compat.count_scored_tokens(Module)
     expect(3)
     assert Module.eval_lm(None, [[[-1.0, -2.0], [-3.0]]])["scored_tokens"] == 3
     for scores, words in (([-1.0, -2.0], "scored 2 of 3 tokens"), ([-1.0, float("-inf"), 0.0], "probability 0")):

@@ -95,7 +95,7 @@ def test_a_model_in_half_precision_is_refused(task):
 def test_train_and_both_engines(corpus, tmp_path):
     """The flag from the command line to the checkpoint; evaluation follows it, or what it is told instead."""
     folder = tmp_path / "run"
-    command = ["train", corpus, "--rpe", "kerple_log", "--save-dir", folder, "--tokens", "32", "--updates", "2"]
+    command = ["train", corpus, "--rpe", "kerple_log", "--out", folder, "--tokens", "32", "--updates", "2"]
     run_here(*command, "--compute-dtype", "bf16", "--device", "cpu")
     settings = json.loads((folder / "run.json").read_text())["settings"]
     assert settings["compute_dtype"] == "bf16"

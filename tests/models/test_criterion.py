@@ -15,7 +15,7 @@ from refusal import refused
 from test_model import PAD
 from torch.nn import functional as F
 
-from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy, watched
+from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy, scalars_for_logging
 from fairseq_rpe.modules.cross_entropy import CHUNK, linear_cross_entropy
 
 
@@ -101,13 +101,13 @@ def test_all_targets_padding_is_zero():
 
 def test_watched_parameters(task):
     model = make_model(task, "kerple_log", rpe_share="layer")
-    values = watched(model)
+    values = scalars_for_logging(model)
     p = torch.stack([e.p() for e in model.decoder.encodings])
     assert values["rpe_p_l1"].item() == pytest.approx(p[1].mean().item())
     assert values["rpe_p_h3"].item() == pytest.approx(p[:, 2].mean().item())
     assert {"rpe_a_l0", "rpe_a_h4", "rpe_count"} <= values.keys()
-    assert watched(make_model(task, "alibi")) == {}
-    assert {"rpe_c_l0", "rpe_L_l1"} <= watched(make_model(task, "fire")).keys()
+    assert scalars_for_logging(make_model(task, "alibi")) == {}
+    assert {"rpe_c_l0", "rpe_L_l1"} <= scalars_for_logging(make_model(task, "fire")).keys()
 
 
 def test_metrics():

@@ -11,8 +11,8 @@ from conftest import make_model
 from specs import representatives
 from test_model import PAD, logits, tokens
 
-from fairseq_rpe.attention import Plan, kv_buffer, reference, sdpa
-from fairseq_rpe.attention.kv_buffer import Room, followed
+from fairseq_rpe.attention import AttentionPlan, kv_cache, reference, sdpa
+from fairseq_rpe.attention.kv_cache import GrowableBuffer, append_tokens
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.rope import Rope
@@ -41,11 +41,12 @@ def fed(model, x, state, chunks=CHUNKS, start=0):
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch):
-    monkeypatch.setattr(kv_buffer, "SPARE", 3)
+    monkeypatch.setattr(kv_cache, "SPARE", 3)
 
 
 @pytest.mark.parametrize(
-    "spec", representatives("rotates", "settle", "adds_bias", "scores", "transform_scores", "changes_values")
+    "spec",
+    representatives("rotates", "prepare_positions", "adds_bias", "content_bias", "transform_scores", "changes_values"),
 )
 def test_chunks_in_bfloat16(task, spec):
     model, x = make_model(task, spec, compute_dtype="bf16"), tokens(3, 23)
@@ -54,7 +55,7 @@ def test_chunks_in_bfloat16(task, spec):
     torch.testing.assert_close(fed(model, x, {}), wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))
 
 
-FIXED = ("offset:by=3", "interpolate:ratio=1/3")
+FIXED = ("offset:offset=3", "interpolate:ratio=1/3")
 MOVED = [(spec, "identity") for spec in TURNED + READ]
 MOVED += itertools.product(("rope", TURNED[-1], READ[3], *READ[-2:], "fire"), (*FIXED, "interpolate:train=6"))
 MOVED += itertools.product(["sinusoidal"], FIXED)  # what the input of a text that grows should be, no cache follows
@@ -183,26 +184,26 @@ def test_the_table_of_a_text_is_made_a_few_times(task, monkeypatch):
 def test_room_is_written_behind_and_never_over():
     old, new = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 1, 4)
     with torch.no_grad():
-        joined, first = followed(None, old, new)
+        joined, first = append_tokens(None, old, new)
         assert torch.equal(joined, torch.cat([old, new], 2))
-        longer, same = followed(first, joined, new)
+        longer, same = append_tokens(first, joined, new)
         assert same is first and longer.data_ptr() == joined.data_ptr()
-        other, second = followed(first, joined, new + 1)
+        other, second = append_tokens(first, joined, new + 1)
         assert second is not first and torch.equal(other[:, :, -1:], new + 1)
         assert torch.equal(longer, torch.cat([old, new, new], 2))
-        _, third = followed(first, longer.clone(), new)
+        _, third = append_tokens(first, longer.clone(), new)
         assert third is not first
-        picked, fourth = first.reordered(torch.tensor([1, 1, 0]))
-        assert torch.equal(picked, longer[[1, 1, 0]]) and fourth.fits(picked, 1)
-        assert followed(first, longer, new.double())[0].dtype == torch.float64
-    assert followed(first, longer, new)[1] is None
+        picked, fourth = first.select_rows(torch.tensor([1, 1, 0]))
+        assert torch.equal(picked, longer[[1, 1, 0]]) and fourth.can_append(picked, 1)
+        assert append_tokens(first, longer, new.double())[0].dtype == torch.float64
+    assert append_tokens(first, longer, new)[1] is None
     with torch.inference_mode():
-        joined, begun = followed(None, old, new)
-        assert begun.fits(joined, 1)
+        joined, begun = append_tokens(None, old, new)
+        assert begun.can_append(joined, 1)
     with torch.no_grad():
-        assert not begun.fits(joined, 1)
-        assert followed(begun, joined, new)[0].shape[2] == 7
-    assert Room.behind(old[:, :, :0], 1).used == 0
+        assert not begun.can_append(joined, 1)
+        assert append_tokens(begun, joined, new)[0].shape[2] == 7
+    assert GrowableBuffer.with_prefix(old[:, :, :0], 1).used == 0
 
 
 def positions_of(kind: str, m: int) -> Positions:
@@ -223,5 +224,5 @@ def test_one_query_is_a_row(spec, kind, dtype):
     padding = torch.arange(m) < torch.tensor([[0], [9], [m]])
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for hidden in (None, padding):
-        plan = Plan(pos, encoding.position_bias(pos), hidden)
+        plan = AttentionPlan(pos, encoding.position_bias(pos), hidden)
         torch.testing.assert_close(sdpa(q, k, v, plan), reference(q, k, v, plan), rtol=tolerance, atol=tolerance)

@@ -9,10 +9,14 @@ from specs import ALL_SPECS, CONTENT_SPECS
 from test_decoding import CHUNKS, fed
 from test_model import PAD, tokens
 
-from fairseq_rpe.attention import kv_buffer
+from fairseq_rpe.attention import kv_cache
 from fairseq_rpe.encodings import build
 
-READERS = ["bipe:ends=</s>+w1+w2+w3+w4", "bipe:inter=alibi,factor=2,ends=w1+w2+w3+w4,intra=sinusoidal", "complex"]
+READERS = [
+    "bipe:segment_delimiters=</s>+w1+w2+w3+w4",
+    "bipe:inter=alibi,factor=2,segment_delimiters=w1+w2+w3+w4,intra=sinusoidal",
+    "complex",
+]
 SPECS = [*ALL_SPECS, *CONTENT_SPECS, *READERS]
 # what has a table of positions, or other values in longer texts, is decoded within the training length
 LONGER = [spec for spec in SPECS if not spec.startswith(("learned", "tupe"))]
@@ -35,7 +39,7 @@ def lively(task, spec: str, **changes):
 @pytest.mark.parametrize("spec", SPECS)
 def test_decoding_equals_the_full_pass(task, spec, monkeypatch):
     """Half of a text in chunks, then other beams, then the rest; some rows begin with padding."""
-    monkeypatch.setattr(kv_buffer, "SPARE", 3)
+    monkeypatch.setattr(kv_cache, "SPARE", 3)
     model = lively(task, spec)
     x, order = tokens(4, 23), torch.tensor([2, 1, 1, 0])
     x[1, :4], x[-1, :-2] = PAD, PAD

@@ -146,7 +146,7 @@ def test_hydra_train(corpus, tmp_path, monkeypatch):
 hydra: {{run: {{dir: {tmp_path}}}}}
 common: {{user_dir: {PACKAGE}, cpu: true, log_format: simple}}
 task: {{_name: language_modeling, data: {corpus}, tokens_per_sample: 32}}
-model: {{_name: transformer_rpe_lm, rpe: "type1:form=paper", decoder_layers: 1, decoder_embed_dim: 32,
+model: {{_name: transformer_rpe_lm, rpe: "type1:variant=paper", decoder_layers: 1, decoder_embed_dim: 32,
   decoder_input_dim: 32, decoder_output_dim: 32, decoder_ffn_embed_dim: 64, decoder_attention_heads: 4,
   decoder_normalize_before: true}}
 criterion: {{_name: lm_cross_entropy}}
@@ -160,7 +160,7 @@ checkpoint: {{save_dir: {tmp_path / "out"}, no_epoch_checkpoints: true}}
     (tmp_path / "run.yaml").write_text(config)
     fairseq("hydra_train", "--config-dir", tmp_path, "--config-name", "run", "hydra/job_logging=none")
     state = torch.load(tmp_path / "out" / "checkpoint_last.pt")
-    assert state["cfg"]["model"]["rpe"] == "type1:form=paper"
+    assert state["cfg"]["model"]["rpe"] == "type1:variant=paper"
     assert state["cfg"]["model"]["rpe_train_length"] == 32
     assert all_scored(corpus, evaluate(corpus, tmp_path / "out" / "checkpoint_last.pt", 500))
 
@@ -193,7 +193,7 @@ def test_bad_flags_are_refused(corpus, tmp_path, flags, words):
 
 
 def test_an_encoding_of_evaluation_is_refused_after_two_minus(corpus, tmp_path):
-    words = ["train", corpus, "--rpe", "rope", "--tokens", "32", "--updates", "5", "--save-dir", tmp_path / "run"]
+    words = ["train", corpus, "--rpe", "rope", "--tokens", "32", "--updates", "5", "--out", tmp_path / "run"]
     done = run_here(*words, "--", "--rpe-eval=zzz", ok=False)
     assert done.returncode == 2 and "--rpe-eval after -- belongs to evaluation" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -14,12 +14,19 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from refusal import refused
 from test_model import FIRST, PAD, logits
 
-from fairseq_rpe.decoder.beam_search import beam
-from fairseq_rpe.decoder.generation import Writing, continued, greedy, likelihoods, padded, settled
+from fairseq_rpe.decoder.beam_search import beam_search
+from fairseq_rpe.decoder.generation import (
+    DecodingState,
+    fixed_positions,
+    greedy_search,
+    greedy_steps,
+    pad_prompts,
+    score_choices,
+)
 
 EOS = 2
-SPECS = ["alibi", "rope", "fire", "shaw:clip=5", "cope:max_positions=5", "forgetting", "sinusoidal"]
-SPECS += ["bipe:ends=</s>+w1+w2", "self_extend:group=4,window=8"]
+SPECS = ["alibi", "rope", "fire", "shaw:max_distance=5", "cope:max_positions=5", "forgetting", "sinusoidal"]
+SPECS += ["bipe:segment_delimiters=</s>+w1+w2", "self_extend:group=4,window=8"]
 PROMPTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21], [5], [30, 31, 32, 2, 33, 34, 35, 36, 37, 38, 39]]
 MOST = 9
 
@@ -67,20 +74,20 @@ def score_of(model, prompt, written, penalty):
 def test_prompts_of_all_lengths_together_and_alone(task, spec):
     """The likeliest next tokens, and the likelihoods of choices, are those of full passes over one row."""
     model = loud(task, spec)
-    found = greedy(model, PROMPTS, MOST)
+    found = greedy_search(model, PROMPTS, MOST)
     assert found == [one_by_one(model, prompt) for prompt in PROMPTS]
-    assert found == [greedy(model, [prompt], MOST)[0] for prompt in PROMPTS]
+    assert found == [greedy_search(model, [prompt], MOST)[0] for prompt in PROMPTS]
     assert all(EOS not in row and PAD not in row and len(row) < MOST for row in found)
     choices = [[[5, 6], [9]], [[], [40, 41, 42, 43, 44]], [[7]], [[8, 8, 8], [4, 5], [50]]]
-    for prompt, several, values in zip(PROMPTS, choices, likelihoods(model, PROMPTS, choices), strict=True):
+    for prompt, several, values in zip(PROMPTS, choices, score_choices(model, PROMPTS, choices), strict=True):
         assert values == pytest.approx([sum_of(model, prompt, choice) for choice in several], abs=1e-4)
     nothing = sum_of(model, PROMPTS[0], [])
-    assert likelihoods(model, PROMPTS[:1], [[[], []]])[0] == pytest.approx([nothing] * 2, abs=1e-5)
+    assert score_choices(model, PROMPTS[:1], [[[], []]])[0] == pytest.approx([nothing] * 2, abs=1e-5)
 
 
 def test_rows_end_at_different_places(task):
     """So that the tests here see rows leave the batch one after the other."""
-    lengths = {len(row) for spec in SPECS for row in greedy(loud(task, spec), PROMPTS, MOST)}
+    lengths = {len(row) for spec in SPECS for row in greedy_search(loud(task, spec), PROMPTS, MOST)}
     assert len(lengths) >= MOST - 1
 
 
@@ -91,15 +98,15 @@ def test_scores_in_a_batch_are_those_of_full_passes(task, spec):
     rows = [[*prompt, *more[n].tolist()] for n, prompt in enumerate(PROMPTS)]
     order = [0, 1, 2, 3]
     with torch.no_grad():
-        writing = Writing(model, padded(PROMPTS, PAD))
+        writing = DecodingState(model, pad_prompts(PROMPTS, PAD))
         for step, keep in enumerate(([0, 1, 2, 3], [1, 0, 2, 3], [0, 1, 3], [2, 0], [1], [0, 0])):
-            found = writing.read()
+            found = writing.prefill_or_step()
             for place, n in enumerate(order):
                 wanted = log_probs(model, rows[n][: len(PROMPTS[n]) + step])[-1]
                 torch.testing.assert_close(found[place], wanted, rtol=1e-5, atol=1e-5)
             order = [order[place] for place in keep]
-            writing.keep(torch.tensor(keep))
-            writing.add(more[order, step][:, None])
+            writing.select_rows(torch.tensor(keep))
+            writing.append_tokens(more[order, step][:, None])
 
 
 @pytest.mark.parametrize(
@@ -108,9 +115,11 @@ def test_scores_in_a_batch_are_those_of_full_passes(task, spec):
 def test_beams(task, spec, penalty):
     """A beam of 1 is greedy; scores are those of full passes, the best first; a batch is its rows."""
     model = loud(task, spec)
-    assert [own[0].tokens for own in beam(model, PROMPTS, MOST, 1, penalty)] == greedy(model, PROMPTS, MOST)
-    found = beam(model, PROMPTS, MOST, 3, penalty)
-    alone = [beam(model, [prompt], MOST, 3, penalty)[0] for prompt in PROMPTS]
+    assert [own[0].tokens for own in beam_search(model, PROMPTS, MOST, 1, penalty)] == greedy_search(
+        model, PROMPTS, MOST
+    )
+    found = beam_search(model, PROMPTS, MOST, 3, penalty)
+    alone = [beam_search(model, [prompt], MOST, 3, penalty)[0] for prompt in PROMPTS]
     for prompt, own, single in zip(PROMPTS, found, alone, strict=True):
         assert [one.tokens for one in own] == [one.tokens for one in single] and 1 <= len(own) <= 3
         for one in own:
@@ -128,7 +137,7 @@ def test_a_wide_beam_is_exhaustive_search(spec, penalty):
     words = [n for n in range(len(dictionary)) if n not in (PAD, EOS)]
     texts = [written for n in range(3) for written in itertools.product(words, repeat=n)]
     prompts = [[4, 5, 4], [5]]
-    for prompt, own in zip(prompts, beam(model, prompts, 3, 300, penalty), strict=True):
+    for prompt, own in zip(prompts, beam_search(model, prompts, 3, 300, penalty), strict=True):
         every = {written: score_of(model, prompt, list(written), penalty) for written in texts}
         assert len(own) == len(every) == 1 + 4 + 16
         assert {tuple(one.tokens): one.score for one in own} == pytest.approx(every, abs=1e-4)
@@ -148,7 +157,7 @@ def test_beam_search_of_fairseq(task, penalty):
 
     lengths = set()
     for start in range(FIRST, FIRST + 6):
-        own, found = beam(model, [[start]], MOST, 3, penalty)[0], theirs(MOST, start)
+        own, found = beam_search(model, [[start]], MOST, 3, penalty)[0], theirs(MOST, start)
         assert [one.tokens for one in own] == [one["tokens"][:-1].tolist() for one in found]
         assert [one.score for one in own] == pytest.approx([float(one["score"]) for one in found], abs=1e-4)
         lengths |= {len(one.tokens) for one in own}
@@ -157,7 +166,7 @@ def test_beam_search_of_fairseq(task, penalty):
         for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3][4:]):
             before = len(prompt) - 1
             own, found = (
-                beam(model, [prompt], MOST, 3, 0)[0],
+                beam_search(model, [prompt], MOST, 3, 0)[0],
                 theirs(before + MOST, prompt[0], torch.tensor([prompt[1:]])),
             )
             assert [one.tokens for one in own] == [one["tokens"][before:-1].tolist() for one in found]
@@ -169,19 +178,19 @@ def test_beam_search_of_fairseq(task, penalty):
 def test_half_precision(task, spec):
     """Of matrix products, or of the whole model: answers of rows together are those of rows alone, or close."""
     for model in (loud(task, spec, compute_dtype="bf16"), loud(task, spec).bfloat16()):
-        found = likelihoods(model, PROMPTS, [[[5, 6], [9]]] * 4)
+        found = score_choices(model, PROMPTS, [[[5, 6], [9]]] * 4)
         for prompt, values in zip(PROMPTS, found, strict=True):
             wanted = [sum_of(model, prompt, choice) for choice in ([5, 6], [9])]
             assert values == pytest.approx(wanted, rel=0.05, abs=0.3)
-        assert all(len(row) < MOST for row in greedy(model, PROMPTS, MOST))
-        assert all(beam(model, PROMPTS, MOST, 2))
+        assert all(len(row) < MOST for row in greedy_search(model, PROMPTS, MOST))
+        assert all(beam_search(model, PROMPTS, MOST, 2))
 
 
 @torch.no_grad()
 def test_past_the_end(task):
     """As algorithmic tasks ask for it: so many tokens, whichever they are."""
     model, rows = loud(task, "kerple_log"), torch.tensor([[9, 10, 11], [40, 41, 42]])
-    found = continued(model, rows, 7)
+    found = greedy_steps(model, rows, 7)
     for _ in range(7):
         scores = logits(model, rows)[:, -1]
         scores[:, PAD] = -torch.inf
@@ -196,40 +205,40 @@ def test_past_the_end(task):
 def test_positions_of_the_whole_text(task, evaluation, whole):
     """Where positions follow the length, a row has from its first token on those of the text when it is finished."""
     model, choices = loud(task, "rope", positions_eval=evaluation), [[[5, 6], [9]]] * 4
-    before = model.decoder.moves.evaluation
-    written, several = greedy(model, PROMPTS, MOST, whole), beam(model, PROMPTS, MOST, 2, 0, whole)
-    values = likelihoods(model, PROMPTS, choices, whole)
-    assert model.decoder.moves.evaluation is before
+    before = model.decoder.position_transforms.evaluation
+    written, several = greedy_search(model, PROMPTS, MOST, whole), beam_search(model, PROMPTS, MOST, 2, 0, whole)
+    values = score_choices(model, PROMPTS, choices, whole)
+    assert model.decoder.position_transforms.evaluation is before
     for n, prompt in enumerate(PROMPTS):
-        with settled(model, [prompt], [whole or len(prompt) + MOST]):
+        with fixed_positions(model, [prompt], [whole or len(prompt) + MOST]):
             assert written[n] == one_by_one(model, prompt)
             best = several[n][0]
             assert best.score == pytest.approx(sum_of(model, prompt, best.tokens), abs=1e-4)
-        with settled(model, [prompt], [whole or len(prompt) + 3]):
+        with fixed_positions(model, [prompt], [whole or len(prompt) + 3]):
             assert values[n] == pytest.approx([sum_of(model, prompt, c) for c in choices[n]], abs=1e-4)
 
 
 def test_random_positions_are_drawn_from_the_prompt(task):
-    model = loud(task, "fire", positions_eval="randomized:max=99")
-    assert greedy(model, PROMPTS, MOST) == [greedy(model, [prompt], MOST)[0] for prompt in PROMPTS]
+    model = loud(task, "fire", positions_eval="randomized:max_position=99")
+    assert greedy_search(model, PROMPTS, MOST) == [greedy_search(model, [prompt], MOST)[0] for prompt in PROMPTS]
     choices = [[[5, 6], [9, 9, 9]]] * 4
-    values = likelihoods(model, PROMPTS, choices)
+    values = score_choices(model, PROMPTS, choices)
     for prompt, own in zip(PROMPTS, values, strict=True):
-        assert own == pytest.approx(likelihoods(model, [prompt], choices[:1])[0], abs=1e-4)
-    model.decoder.moves.draw = 1
-    others = likelihoods(model, PROMPTS, choices)
+        assert own == pytest.approx(score_choices(model, [prompt], choices[:1])[0], abs=1e-4)
+    model.decoder.position_transforms.sample = 1
+    others = score_choices(model, PROMPTS, choices)
     assert all(abs(one[0] - other[0]) > 1e-3 for one, other in zip(values, others, strict=True))
-    model.decoder.moves.draw = 0
-    best = [own[0].tokens for own in beam(model, PROMPTS, MOST, 2)]
-    assert best == [beam(model, [prompt], MOST, 2)[0][0].tokens for prompt in PROMPTS]
-    with refused("raise max to at least 120"):
-        greedy(model, PROMPTS, MOST, whole=120)
+    model.decoder.position_transforms.sample = 0
+    best = [own[0].tokens for own in beam_search(model, PROMPTS, MOST, 2)]
+    assert best == [beam_search(model, [prompt], MOST, 2)[0][0].tokens for prompt in PROMPTS]
+    with refused("to at least 120"):
+        greedy_search(model, PROMPTS, MOST, total_length=120)
 
 
 @pytest.mark.parametrize("spec", ["rope:scaling=dynamic_ntk,original_length=8", "clex:original_length=64"])
 def test_what_follows_the_length_is_refused(task, spec):
     model = make_model(task, spec)
-    for write, more in ((greedy, (MOST,)), (beam, (MOST, 2)), (likelihoods, ([[[5]]] * 4,))):
+    for write, more in ((greedy_search, (MOST,)), (beam_search, (MOST, 2)), (score_choices, ([[[5]]] * 4,))):
         with refused("follows the length of the text, .*: give a fixed factor"):
             write(model, PROMPTS, *more)
 
@@ -238,9 +247,9 @@ def test_what_makes_no_sense(task):
     model = make_model(task, "nope")
     for prompts, most in (([], 3), ([[4], []], 3), ([[4]], 0)):
         with pytest.raises(ValueError, match="something to read in every prompt"):
-            greedy(model, prompts, most)
-    assert greedy(model, [[4]], 1) == [[]]
+            greedy_search(model, prompts, most)
+    assert greedy_search(model, [[4]], 1) == [[]]
     with torch.no_grad():
         model.decoder.output_projection.weight[7] = torch.nan
     with refused("are not numbers"):
-        greedy(model, [[4]], 3)
+        greedy_search(model, [[4]], 3)

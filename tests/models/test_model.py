@@ -17,7 +17,11 @@ from fairseq_rpe.encodings.base import registry
 from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
 
 PAD, FIRST = 1, 4
-READERS = ["bipe:ends=</s>+w1+w2", "bipe:inter=alibi,ends=w1+w2,intra=sinusoidal", "complex"]
+READERS = [
+    "bipe:segment_delimiters=</s>+w1+w2",
+    "bipe:inter=alibi,segment_delimiters=w1+w2,intra=sinusoidal",
+    "complex",
+]
 
 
 def shares(spec: str) -> tuple[str, ...]:
@@ -48,7 +52,7 @@ def test_equals_stock_fairseq(task):
 
 
 @pytest.mark.parametrize(
-    "spec", [*representatives("adds_bias", "rotates", "embeds", "scores", "transform_scores"), *READERS]
+    "spec", [*representatives("adds_bias", "rotates", "embeds", "content_bias", "transform_scores"), *READERS]
 )
 def test_padding_in_the_middle_is_not_counted(task, spec):
     model, row = make_model(task, spec), tokens(1, 12)
@@ -59,7 +63,7 @@ def test_padding_in_the_middle_is_not_counted(task, spec):
 
 
 @pytest.mark.parametrize(
-    "spec", [s for s in representatives("scores", "transform_scores", "learns") if len(shares(s)) > 1]
+    "spec", [s for s in representatives("content_bias", "transform_scores", "learns") if len(shares(s)) > 1]
 )
 def test_activation_checkpoints_of_encodings_that_layers_share_otherwise(task, spec):
     grads = []
@@ -120,7 +124,7 @@ def test_words_before_are_seen_and_a_state_goes_into_a_model_of_the_same_diction
 
 
 def test_moved_positions_keep_their_tokens(task):
-    model, x = make_model(task, "complex", positions_eval="offset:by=3"), tokens(2, 9)
+    model, x = make_model(task, "complex", positions_eval="offset:offset=3"), tokens(2, 9)
     with torch.no_grad():
         assert not torch.allclose(logits(model, x), logits(make_model(task, "complex"), x))
 
@@ -160,8 +164,8 @@ def test_adaptive_input_and_softmax(task):
         ({"rpe_module": "/nowhere/x.py"}, "no such file"),
         ({"tie_adaptive_weights": True}, "needs --adaptive-input"),
         ({"compute_dtype": "bfloat"}, "one of fp32, bf16, not 'bfloat'"),
-        ({"rpe": READERS[0], "positions_eval": "offset:by=3"}, "reads no positions, so moving them does nothing"),
-        ({"rpe": "bipe"}, r"'bipe:ends=</s>\+.': no symbol of the dictionary is or ends in '.'"),
+        ({"rpe": READERS[0], "positions_eval": "offset:offset=3"}, "reads no positions, so a transform has no effect"),
+        ({"rpe": "bipe"}, r"'bipe:segment_delimiters=</s>\+.': no symbol of the dictionary is or ends in '.'"),
     ],
 )
 def test_refusals(task, changes, words):

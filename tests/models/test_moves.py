@@ -13,18 +13,18 @@ from test_model import PAD, logits, tokens
 
 from fairseq_rpe.core import Positions
 from fairseq_rpe.positions import names
-from fairseq_rpe.positions.position_transforms import Moves
+from fairseq_rpe.positions.position_transforms import PositionTransforms
 
 TRANSFORMS = {
     "identity": "identity",
-    "offset": "offset:by=3",
+    "offset": "offset:offset=3",
     "interpolate": "interpolate:ratio=1/3",
     "warp": "warp:head=0.4,tail=0.4,alpha=1/6",
-    "randomized": "randomized:max=200",
+    "randomized": "randomized:max_position=200",
     "stretch": "stretch:times=5",
     "pose": "pose:target=300",
-    "random_padding": "random_padding:max=300",
-    "shape": "shape:max=50",
+    "random_padding": "random_padding:max_position=300",
+    "shape": "shape:max_position=50",
     "cape": "cape",
 }
 
@@ -65,7 +65,7 @@ def test_interpolation_divides_the_angle(task):
     torch.testing.assert_close(logits(moved, x), logits(scaled, x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("moved_by", ["interpolate:train=10", "randomized:max=500"])
+@pytest.mark.parametrize("moved_by", ["interpolate:train=10", "randomized:max_position=500"])
 def test_padding_and_other_rows_change_nothing(task, moved_by):
     """Ratios follow from a row's length, draws from its tokens: alone, beside another row, or padded at either end."""
     model = make_model(task, "rope", positions_eval=moved_by)
@@ -77,15 +77,15 @@ def test_padding_and_other_rows_change_nothing(task, moved_by):
         torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
 
 
-def draw(moves: Moves, update: int, training: bool = True) -> list[float]:
-    moves.set_num_updates(update)
+def draw(transforms: PositionTransforms, update: int, training: bool = True) -> list[float]:
+    transforms.set_num_updates(update)
     plain = Positions.arange(16)
-    return moves(plain, torch.tensor([16]), training, False).k[0].tolist()
+    return transforms(plain, torch.tensor([16]), training, False).k[0].tolist()
 
 
 def test_draws_follow_seed_update_batch_and_rank():
-    def moves(seed: int = 1, rank: int = 0) -> Moves:
-        return Moves("randomized:max=500", "", 16, seed, rank)
+    def moves(seed: int = 1, rank: int = 0) -> PositionTransforms:
+        return PositionTransforms("randomized:max_position=500", "", 16, seed, rank)
 
     first = moves()
     a, b, c = draw(first, 3), draw(first, 3), draw(first, 4)
@@ -95,17 +95,17 @@ def test_draws_follow_seed_update_batch_and_rank():
     assert [draw(resumed, 3), draw(resumed, 3), draw(resumed, 4)] == [a, b, c]
     assert draw(moves(seed=2), 3) != a
     assert draw(moves(rank=1), 3) != a
-    evaluation = Moves("identity", "randomized:max=500", 16, 1, 0)
+    evaluation = PositionTransforms("identity", "randomized:max_position=500", 16, 1, 0)
     assert draw(evaluation, 3, training=False) == draw(evaluation, 9, training=False)
 
 
 def test_in_evaluation_every_row_has_a_draw_that_follows_from_its_tokens():
-    moves = Moves("identity", "randomized:max=500", 64, 1, 0)
+    moves = PositionTransforms("identity", "randomized:max_position=500", 64, 1, 0)
     plain, lengths = Positions.arange(19), torch.tensor([19, 19, 19])
     rows = [tokens(1, 19, seed)[0] for seed in (1, 2, 1)]
     first, second, again = moves(plain, lengths, False, False, rows).k
     assert torch.equal(first, again) and not torch.equal(first, second) and (second.diff() > 0).all()
-    moves.draw = 1
+    moves.sample = 1
     assert not torch.equal(moves(plain, lengths, False, False, rows).k[0], first)
 
 
@@ -113,7 +113,7 @@ def test_in_evaluation_every_row_has_a_draw_that_follows_from_its_tokens():
     ("spec", "step", "even"), [("shape", 1, True), ("pose", 1, False), ("warp:head=1,tail=0", 1 / 6, True)]
 )
 def test_what_rows_have_in_common_is_kept(spec, step, even):
-    moves, plain = Moves("identity", spec, 16, 1, 0), Positions.arange(16)
+    moves, plain = PositionTransforms("identity", spec, 16, 1, 0), Positions.arange(16)
     moved = moves(plain, torch.tensor([16, 16]), False, False, list(torch.arange(32).view(2, 16)))
     assert moved.k.shape == (2, 16) and (moved.step, moved.contiguous) == (pytest.approx(step), even)
 
@@ -128,8 +128,8 @@ def test_global_random_numbers_are_left_alone(task):
 
 
 def test_shape_names_its_own_evaluation(task):
-    model = make_model(task, "sinusoidal", positions_train="shape:max=9,eval_offset=K")
-    offset = make_model(task, "sinusoidal", positions_eval="offset:by=9")
+    model = make_model(task, "sinusoidal", positions_train="shape:max_position=9,eval_offset=K")
+    offset = make_model(task, "sinusoidal", positions_eval="offset:offset=9")
     x = tokens(1, 12)
     assert torch.equal(logits(model, x), logits(offset, x))
 
@@ -152,9 +152,11 @@ def test_refusals(task, changes, words):
 
 def test_refusals_at_run_time(task):
     with refused("'randomized' is 20 but a row has 30 tokens"):
-        logits(make_model(task, "rope", positions_train="randomized:max=20").train(), tokens(1, 30))
-    with refused("move at every step of decoding"):
-        logits(make_model(task, "rope", positions_eval="randomized:max=99"), tokens(1, 3), incremental_state={})
+        logits(make_model(task, "rope", positions_train="randomized:max_position=20").train(), tokens(1, 30))
+    with refused("change at every decoding step"):
+        logits(
+            make_model(task, "rope", positions_eval="randomized:max_position=99"), tokens(1, 3), incremental_state={}
+        )
 
 
 def test_resumed_training_draws_the_same(corpus, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from refusal import refused
 from torch import Tensor
 
-from fairseq_rpe.core import Positions, block
+from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build as build_encoding
 from fairseq_rpe.positions import Transform, TransformedPositions, build, describe, names, normalise, register
 from fairseq_rpe.positions.base import registry
@@ -19,14 +19,18 @@ from fairseq_rpe.positions.contract import check
 
 SPECS = {
     "identity": ["identity"],
-    "offset": ["offset:by=7"],
+    "offset": ["offset:offset=7"],
     "interpolate": ["interpolate:train=8", "interpolate:ratio=1/4"],
     "warp": ["warp", "warp:head=0,tail=1", "warp:head=1,tail=0"],
-    "randomized": ["randomized:max=60", "randomized:max=60,per=row", "randomized:max=500,per=row"],
+    "randomized": [
+        "randomized:max_position=60",
+        "randomized:max_position=60,per=row",
+        "randomized:max_position=500,per=row",
+    ],
     "stretch": ["stretch", "stretch:times=3"],
     "pose": ["pose:target=60", "pose:target=60,chunks=5"],
-    "random_padding": ["random_padding:max=60"],
-    "shape": ["shape:max=50"],
+    "random_padding": ["random_padding:max_position=60"],
+    "shape": ["shape:max_position=50"],
     "cape": ["cape", "cape:shift=3,local=0,scale=1"],
 }
 ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
@@ -68,7 +72,7 @@ def test_every_name_has_specs_here_and_a_description():
         ("warp:head=1,tail=0", 512, {0: 0, 1: 1 / 6, 511: 85.166667}),
         ("interpolate:ratio=1/4", 2048, {0: 0, 2047: 511.75}),
         ("interpolate:train=512", 2048, {0: 0, 2047: 511.75}),
-        ("offset:by=500", 8, {0: 500, 7: 507}),
+        ("offset:offset=500", 8, {0: 500, 7: 507}),
     ],
 )
 def test_golden_values(spec, length, values):
@@ -122,15 +126,17 @@ def test_transforms_of_this_package_keep_the_contract_of_others(spec):
         assert torch.equal(build(spec)(INDEX, full(24, 5)).k.expand(5, -1), one)
 
 
-@pytest.mark.parametrize("spec", ["randomized:max=4000", "pose:target=4000", "shape:max=4000", "interpolate:train=9"])
+@pytest.mark.parametrize(
+    "spec", ["randomized:max_position=4000", "pose:target=4000", "shape:max_position=4000", "interpolate:train=9"]
+)
 def test_one_structured_bias_equals_the_formula(spec):
     """What step and contiguous claim is enough for a distance bias: its own form equals the pairwise one."""
     moved, encoding = move(spec, 24, rows=4), build_encoding("kerple_log:p=1,a=0.3", heads=2, width=8)
     form = encoding.position_bias(Positions(moved.k, moved.k, moved.step, moved.contiguous))
     free = Positions(moved.k, moved.k, None, False)
     i = torch.arange(24)
-    found = form.table[:, (i[:, None] - i).clamp_min(0)][None] if moved.contiguous else block(form, free)
-    pairs = block(encoding.position_bias(free), free)
+    found = form.table[:, (i[:, None] - i).clamp_min(0)][None] if moved.contiguous else form.materialize(free)
+    pairs = encoding.position_bias(free).materialize(free)
     torch.testing.assert_close(found.tril().expand_as(pairs), pairs.tril(), rtol=1e-4, atol=1e-4)
 
 
@@ -168,7 +174,7 @@ def test_warp_keeps_the_fast_path_where_no_row_is_warped():
 @pytest.mark.parametrize("per", ["batch", "row"])
 @pytest.mark.parametrize("top", [24, 30, 400])
 def test_randomized_is_a_sorted_subset(per, top):
-    moved = move(f"randomized:max={top},per={per}", 24, rows=4)
+    moved = move(f"randomized:max_position={top},per={per}", 24, rows=4)
     assert (moved.step, moved.contiguous, moved.k.shape) == (1.0, False, (1 if per == "batch" else 4, 24))
     assert (moved.k.diff(dim=1) > 0).all() and moved.k.min() >= 0 and moved.k.max() < top
     assert torch.equal(moved.k, moved.k.round())
@@ -177,17 +183,17 @@ def test_randomized_is_a_sorted_subset(per, top):
 @pytest.mark.parametrize("top", [5, 12])
 def test_randomized_favours_no_position(top):
     """Dense and sparse subsets are drawn differently; both hold every number equally often."""
-    k = build(f"randomized:max={top},per=row")(plain(3), full(3, 5000), generator()).k
+    k = build(f"randomized:max_position={top},per=row")(plain(3), full(3, 5000), generator()).k
     assert frequencies(k, 5000) == pytest.approx([3 / top] * top, abs=0.03) and (k.diff(dim=1) > 0).all()
 
 
 def test_randomized_rows_of_other_lengths():
-    per_row, lengths = build("randomized:max=100,per=row"), torch.tensor([24, 3])
+    per_row, lengths = build("randomized:max_position=100,per=row"), torch.tensor([24, 3])
     short = torch.cat([per_row(INDEX, lengths, generator(seed)).k[1:, :3] for seed in range(200)])
     assert short.max() > 80  # a subset of its own, not the start of the longest row's
-    assert build("randomized:max=100")(INDEX, lengths, generator()).k.shape == (1, 24)
+    assert build("randomized:max_position=100")(INDEX, lengths, generator()).k.shape == (1, 24)
     # memory of the row, not of the range
-    assert move("randomized:max=16777216", 4, rows=2).k.max() < 2**24
+    assert move("randomized:max_position=16777216", 4, rows=2).k.max() < 2**24
 
 
 def test_pose_two_chunks_follow_the_authors():
@@ -213,18 +219,18 @@ def test_pose_more_chunks_and_each_rows_own_tokens():
 
 
 def test_shape_excludes_k():
-    moved = move("shape:max=5", 3, rows=2000)
+    moved = move("shape:max_position=5", 3, rows=2000)
     assert (moved.step, moved.contiguous) == (1.0, True)
     assert frequencies(moved.k[:, 0], 2000) == pytest.approx([0.2] * 5, abs=0.03)
     assert torch.equal(moved.k, moved.k[:, :1] + plain(3))
-    evaluation = build("shape:max=40,eval_offset=K").evaluation
-    assert evaluation == "offset:by=40" and move(evaluation, 2).k.tolist() == [[40, 41]]
-    assert build("shape:max=500").evaluation == build("warp").evaluation == "identity"
+    evaluation = build("shape:max_position=40,eval_offset=K").evaluation
+    assert evaluation == "offset:offset=40" and move(evaluation, 2).k.tolist() == [[40, 41]]
+    assert build("shape:max_position=500").evaluation == build("warp").evaluation == "identity"
 
 
 def test_random_padding_fills_the_range():
     lengths = torch.tensor([3, 8]).repeat(1000)
-    k = build("random_padding:max=10")(plain(8), lengths, generator()).k
+    k = build("random_padding:max_position=10")(plain(8), lengths, generator()).k
     for row, length in ((0, 3), (1, 8)):
         assert k[row::2, 0].unique().tolist() == list(range(10 - length + 1))
     assert (k.gather(1, (lengths - 1)[:, None]) <= 9).all()
@@ -249,7 +255,7 @@ SPELT = {
     "warp:alpha=choice(0.4;0.5)": ["warp:alpha=choice(0.40; 1/2)"],
     "interpolate": ["interpolate:ratio=auto"],
     "interpolate:ratio=1/3": ["interpolate:ratio=1/3"],
-    "shape:eval_offset=K": ["shape:eval_offset=K,max=500"],
+    "shape:eval_offset=K": ["shape:eval_offset=K,max_position=500"],
 }
 
 
@@ -263,10 +269,11 @@ BAD = {
     "'alpha' of 'warp' must lie between 0 and 1": "warp:alpha=0 warp:alpha=1 warp:alpha=choice(0.5;1.5)",
     "wants a number.*or choice.*not": "warp:alpha=choice() warp:alpha=choice(0.5 warp:alpha=nan",
     "head=0.7 and tail=0.4 of 'warp' add up to more than 1": "warp:head=0.7,tail=0.4",
-    "must be at least 0, not -": "warp:head=-0.1 cape:shift=-1 cape:local=-1 offset:by=-1",
-    "must be at least 1, not 0": "interpolate:train=0 randomized:max=0 shape:max=0 stretch:times=0 cape:scale=0.9",
+    "must be at least 0, not -": "warp:head=-0.1 cape:shift=-1 cape:local=-1 offset:offset=-1",
+    "must be at least 1, not 0": "interpolate:train=0 randomized:max_position=0 shape:max_position=0 stretch:times=0 "
+    "cape:scale=0.9",
     "'chunks' of 'pose' must be at least 2": "pose:chunks=1",
-    "at most 16777216": "randomized:max=99999999",
+    "at most 16777216": "randomized:max_position=99999999",
     "'skew' of 'warp' is one of beta, sqrt.*did you mean 'beta'": "warp:skew=bata",
     "'per' of 'randomized' is one of batch, row": "randomized:per=token",
     "'eval_offset' of 'shape' is one of 0, K": "shape:eval_offset=3",
@@ -274,7 +281,7 @@ BAD = {
     "needs a training length.*train=LENGTH": "interpolate",
     "'ratio' of 'interpolate' must be more than 0 and at most 1": "interpolate:ratio=0 interpolate:ratio=4",
     "wants a number.*or auto, not '1/0'": "interpolate:ratio=1/0",
-    "not both": "interpolate:ratio=0.5,train=9 randomized:times=4,max=40",
+    "not both": "interpolate:ratio=0.5,train=9 randomized:times=4,max_position=40",
 }
 
 
@@ -287,9 +294,10 @@ def test_bad_specs_are_one_line(words, specs):
 
 def test_rows_that_do_not_fit():
     for spec, words in {
-        "randomized:max=23": "'max' of 'randomized' is 23 but a row has 24 tokens: raise max to at least 24",
+        "randomized:max_position=23": "'max_position' of 'randomized' is 23 but a row has 24 tokens: raise "
+        "max_position to at least 24",
         "pose:target=23": "'target' of 'pose' is 23 but a row has 24 tokens",
-        "random_padding:max=23": "'max' of 'random_padding' is 23 but a row has 24 tokens",
+        "random_padding:max_position=23": "'max_position' of 'random_padding' is 23 but a row has 24 tokens",
         "warp:length=train": "a row of 24 tokens is longer than the training length 20: use length=row",
     }.items():
         with refused(words):
@@ -349,11 +357,11 @@ WRONG = [
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
 def test_a_mistake_in_a_transform_is_told_with_its_place(line, message, tmp_path):
-    line, _, flag = line.partition("; settled")
+    line, _, flag = line.partition("; length_invariant")
     source = (
         "import torch\nfrom fairseq_rpe.positions import TransformedPositions, Transform, register\n\n"
-        f"@register('test_mine')\nclass Mine(Transform):\n    settled{flag or ' = False'}\n"
-        f"    def move(self, index, lengths, generator):\n        {line}\n"
+        f"@register('test_mine')\nclass Mine(Transform):\n    length_invariant{flag or ' = False'}\n"
+        f"    def transform(self, index, lengths, generator):\n        {line}\n"
     )
     file = tmp_path / "my_positions.py"
     file.write_text(source)
@@ -366,10 +374,10 @@ def test_a_mistake_in_a_transform_is_told_with_its_place(line, message, tmp_path
 def test_a_misspelt_method_of_a_transform_is_named():
     @register("test_misspelt")
     class Mine(Transform):
-        def mvoe(self, index, lengths, generator):
+        def trasnform(self, index, lengths, generator):
             return TransformedPositions(index, 1.0, True)
 
-    with refused(r"Mine defines 'mvoe', which nothing calls, and no 'move'.*test_positions.py:"):
+    with refused(r"Mine defines 'trasnform', which nothing calls, and no 'transform'.*test_positions.py:"):
         build("test_misspelt")
 
 

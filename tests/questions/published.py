@@ -45,7 +45,7 @@ MILL, FERRY = story("Old Tamsin mended the mill wheel with oak."), story("Ivo so
 
 def write(name: str, folder: Path) -> Path:
     """Write a set as its authors ship it; gives the folder or zip archive to read it from."""
-    suite = benchmarks.load(name).suite
+    suite = benchmarks.load_benchmark(name).suite
     if suite == "glue":
         return _glue(name, folder)
     called = {"superglue_rte": "RTE", **_SUPERGLUE}.get(name, name)
@@ -120,7 +120,7 @@ def _mrpc() -> Rows:
 
 def _tsv(name: str, split: str) -> list[list[str]]:
     labelled = split != "test"
-    rows, choices = ROWS[name][split], benchmarks.load(name).choices
+    rows, choices = ROWS[name][split], benchmarks.load_benchmark(name).choices
     if name == "cola":
         if labelled:
             return [["zz01", str(row["label"]), "" if row["label"] else "*", row["sentence"]] for row in rows]
@@ -167,7 +167,7 @@ def _originals(name: str, split: str) -> Rows:
             {"text": row["text"], "target": spans(row["noun"], row["pronoun"]), "idx": n, **_label(row, bool)}
             for n, row in enumerate(rows)
         ]
-    choices, version = benchmarks.load(name).choices, {"version": 1.1} if name == "wic" else {}
+    choices, version = benchmarks.load_benchmark(name).choices, {"version": 1.1} if name == "wic" else {}
     spelled = bool if name in ("boolq", "wic") else int if name == "copa" else choices.__getitem__
     texts = [{key: value for key, value in row.items() if key != "label"} for row in rows]
     return [{**text, **version, "idx": n, **_label(rows[n], spelled)} for n, text in enumerate(texts)]
@@ -236,7 +236,7 @@ def hub_files(name: str) -> dict[str, bytes]:
     import pyarrow
     from pyarrow import parquet
 
-    found = benchmarks.load(name)
+    found = benchmarks.load_benchmark(name)
     config = found.places.hub.rpartition("/")[2]
     if found.suite == "scrolls":
         raise ValueError("the hub has the authors' zip archives: use write")

@@ -21,21 +21,21 @@ from refusal import refusal, refused
 from training import train
 
 import fairseq_rpe.models  # noqa: F401  (registers)
-from fairseq_rpe.attention.forward import counted
+from fairseq_rpe.attention.forward import positions_from_padding
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
-from fairseq_rpe.data.folder import ANSWERS as MANIFEST
+from fairseq_rpe.data.folder import QUESTIONS_MANIFEST as MANIFEST
 from fairseq_rpe.data.folder import count_tokens
 from fairseq_rpe.questions import dataset
-from fairseq_rpe.questions.question import Question
-from fairseq_rpe.runs.progress_view import Summary
-from fairseq_rpe.tasks.question_answering import AnswersConfig, AnswersTask
+from fairseq_rpe.questions.dataset import Question
+from fairseq_rpe.runs.progress_view import TerminalProgressView
+from fairseq_rpe.tasks.question_answering import QuestionAnsweringConfig, QuestionAnsweringTask
 
 PAD, EOS = 1, 2
 
 
-def task_of(folder: Path, length: int = 128, **changes) -> AnswersTask:
+def task_of(folder: Path, length: int = 128, **changes) -> QuestionAnsweringTask:
     usual = {"data": str(folder), "tokens_per_sample": length, "train_subset": "train", "finetune_from_model": None}
-    return AnswersTask.setup_task(AnswersConfig(**{**usual, "seed": 1, **changes}))
+    return QuestionAnsweringTask.setup_task(QuestionAnsweringConfig(**{**usual, "seed": 1, **changes}))
 
 
 def rows_of(folder: Path, split: str = "train", length: int = 128, **changes):
@@ -66,7 +66,7 @@ def several(tmp_path_factory) -> Path:
 
 
 def test_a_row_is_question_answer_and_end(made):
-    data, folder = rows_of(made, length=512), dataset.load(made)
+    data, folder = rows_of(made, length=512), dataset.load_dataset(made)
     rows = folder.split("train")
     assert len(data) == sum(len(row.answers) for row in rows) > len(rows)
     at = 0
@@ -94,14 +94,14 @@ def test_a_batch_marks_the_answer_and_needs_no_mask(made):
         assert target[i][answer].tolist() == row[prompt:].tolist()
         assert tokens[i, : len(row) - 1].tolist() == row[:-1].tolist() and (tokens[i, len(row) - 1 :] == PAD).all()
     assert batch["ntokens"] == data.sizes.sum() and data.collater([]) == {} and tokens.eq(PAD).any()
-    positions, padding = counted(tokens.eq(PAD), tokens.shape[1], length_dependent=False)
+    positions, padding = positions_from_padding(tokens.eq(PAD), tokens.shape[1], length_dependent=False)
     assert padding is None and positions.contiguous
 
 
-@pytest.mark.parametrize("cut", ["end", "start", "middle"])
-def test_no_row_is_longer_than_it_may_be(made, cut, caplog):
+@pytest.mark.parametrize("truncate", ["end", "start", "middle"])
+def test_no_row_is_longer_than_it_may_be(made, truncate, caplog):
     with caplog.at_level("INFO"):
-        data = rows_of(made, length=64, cut=cut, eval_answers=False)
+        data = rows_of(made, length=64, truncate=truncate, eval_answers=False)
     [said] = [record.message for record in caplog.records if record.message.startswith("train: ")]
     whole = rows_of(made, length=512)
     cut_ones, lost = 0, 0
@@ -112,12 +112,15 @@ def test_no_row_is_longer_than_it_may_be(made, cut, caplog):
         text = data.rows.decode(row[:prompt].tolist())
         assert text.startswith("Who mended the wheel?\n\n") and text.endswith("\n\nAnswer:")
         assert row[prompt:].tolist() == before[prompt_before:].tolist()
-        if data._asked[i, 1] == 0:  # its first answer
+        if data._answers[i, 1] == 0:  # its first answer
             cut_ones, lost = cut_ones + (prompt < prompt_before), lost + prompt_before - prompt
     number = len(data.rows)
     assert 0 < cut_ones < number
     told = f"train: {len(data)} rows of {number} questions, at most 64 tokens each; {cut_ones} questions ("
-    assert said == f"{told}{100 * cut_ones / number:.1f} %) are cut at the document's {cut} and lose {lost} tokens"
+    assert (
+        said
+        == f"{told}{100 * cut_ones / number:.1f} %) are truncated at the document's {truncate} and lose {lost} tokens"
+    )
 
 
 def test_what_does_not_fit_is_refused(made, tmp_path):
@@ -136,7 +139,7 @@ def test_long_answers_are_learned_as_far_as_their_set_allows(tmp_path, caplog):
     make_folder(tmp_path / "q", {"train": [long, *questions(2, 1)], "valid": questions(2, 3)}, answer_tokens=6)
     with caplog.at_level("INFO"):
         data = rows_of(tmp_path / "q")
-    assert "of 1 answers that are longer than their set allows the beginning is taken" in caplog.text
+    assert "1 answers are longer than their set allows" in caplog.text
     row, prompt = data.row(0)
     answer = data.rows.tokens(data.rows[0].answers[0])
     assert row[prompt:].tolist() == [*answer[:5].tolist(), EOS] and data.size(0) == len(row) - 1
@@ -289,14 +292,14 @@ def test_it_begins_with_the_weights_of_a_checkpoint(made, begun, tmp_path):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
     assert not any("was trained at" in line for line in said)
     train(made, tmp_path / "b", 1, begun, said, **flags)
-    wanted = f"{begun} was trained at 96 tokens; encodings that go by the training length now go by 128: give"
+    wanted = f"{begun} was trained at 96 tokens; encodings that use the training length now use 128: give"
     assert any(line.startswith(wanted) for line in said)
 
 
 def test_the_tuned_model_reads_text_too(made, begun, tmp_path):
     text = tmp_path / "text"  # with the same vocabulary
     shutil.copytree(made, text, ignore=shutil.ignore_patterns(MANIFEST, "*.jsonl"))
-    done = run_here("eval", begun, text, "--subset", "valid", "--lengths", "64", "--device", "cpu", "--json")
+    done = run_here("eval", begun, text, "--split", "valid", "--lengths", "64", "--device", "cpu", "--json")
     [row] = map(json.loads, done.stdout.splitlines())
     assert row["tokens"] == count_tokens(text, "valid") and 1 < row["ppl"] < 1e6
 
@@ -308,7 +311,7 @@ def test_the_tuned_model_reads_text_too(made, begun, tmp_path):
 def test_questions_are_not_read_as_one_text(words, made, begun, tmp_path):
     command, *options = words.format(begun).split()
     more = [tmp_path / "out"] if options[-1] == "--out" else []
-    said = refusal(command, options[0], made, "--subset", "valid", *options[1:], *more)
+    said = refusal(command, options[0], made, "--split", "valid", *options[1:], *more)
     why = f"use fairseq-rpe train {made} --init-from {begun}" if command == "extend" else f"{made} holds questions"
     assert why in said and not (tmp_path / "out").exists()
 
@@ -319,13 +322,13 @@ def test_another_dictionary_is_refused(begun, tmp_path):
     make_folder(other, vocab=vocabulary(tmp_path / "v", size=299))
     with refused(why):
         train(other, tmp_path / "a", 1, begun)
-    assert why in refusal("train", other, "--init-from", begun, "--rpe", "alibi", "--save-dir", tmp_path / "b")
+    assert why in refusal("train", other, "--init-from", begun, "--rpe", "alibi", "--out", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
 def test_what_is_shown_of_a_validation_names_the_answers(tmp_path, capsys):
-    view = Summary("alibi", tmp_path, 12, 0)
-    view.hear('x | valid | {"valid_loss": "1.5", "valid_answers": "22.619", "valid_num_updates": "12"}')
+    view = TerminalProgressView("alibi", tmp_path, 12, 0)
+    view.on_line('x | valid | {"valid_loss": "1.5", "valid_answers": "22.619", "valid_num_updates": "12"}')
     assert "update 12: validation loss 1.500 bits per token, answers 22.62" in "".join(capsys.readouterr())
 
 
@@ -339,9 +342,9 @@ def words_of(*given: object) -> list[str]:
 
 
 def test_the_command_takes_a_folder_of_questions(made, tmp_path):
-    common = [made, "--rpe", "rope", "--save-dir", tmp_path / "run", "--tokens"]
-    words = words_of(*common, 128, "--", "--cut", "middle", "--mixture", "equal", "--max-tokens", "4096")
-    flags = "--task --criterion --tokens-per-sample --cut --mixture --max-tokens".split()
+    common = [made, "--rpe", "rope", "--out", tmp_path / "run", "--tokens"]
+    words = words_of(*common, 128, "--", "--truncate", "middle", "--mixture", "equal", "--max-tokens", "4096")
+    flags = "--task --criterion --tokens-per-sample --truncate --mixture --max-tokens".split()
     assert [flag(words, name) for name in flags] == "rpe_answers answer_cross_entropy 128 middle equal 4096".split()
     assert "--sample-break-mode" not in words and "--mixture" not in words_of(*common, 128)
 
@@ -350,19 +353,23 @@ def test_the_command_takes_a_folder_of_questions(made, tmp_path):
     ("tokens", "further", "words"),
     [
         (128, ["--mixture", "evenly"], "--mixture evenly is not one of proportional, equal"),
-        (128, ["--cut", "start", "--mixture=made=1,no=2"], "--mixture names 'no', which is no set of this folder"),
-        (128, ["--cut", "top"], "--cut top is not one of"),
+        (
+            128,
+            ["--truncate", "start", "--mixture=made=1,no=2"],
+            "--mixture names 'no', which is not a set of this folder",
+        ),
+        (128, ["--truncate", "top"], "--truncate top is not one of"),
         (20, [], "of made takes "),
         (16, [], "16 tokens leave no room for a question: answers of made take up to 16"),
     ],
 )
 def test_a_training_that_cannot_be_leaves_no_folder(made, tmp_path, tokens, further, words):
-    given = [made, "--rpe", "rope", "--save-dir", tmp_path / "run", "--tokens", tokens, "--", *further]
+    given = [made, "--rpe", "rope", "--out", tmp_path / "run", "--tokens", tokens, "--", *further]
     assert words in refusal("train", *given) and not (tmp_path / "run").exists()
 
 
 def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):
-    common = [made, "--save-dir", tmp_path / "run", "--tokens", "512", "--init-from", begun, "--rpe"]
+    common = [made, "--out", tmp_path / "run", "--tokens", "512", "--init-from", begun, "--rpe"]
     words = words_of(*common, "rope:scaling=linear,factor=4", "--dropout", "0.2")
     expected = {"finetune-from-model": begun, "rpe-train-length": 96, "tokens-per-sample": 512, "dropout": 0.2}
     expected |= {"rpe": "rope:scaling=linear,factor=4", "decoder-embed-dim": 32, "decoder-layers": 1}
@@ -381,14 +388,14 @@ def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):
 
 
 def test_positions_are_the_checkpoints_unless_said(made, tmp_path):
-    moved = train(made, tmp_path / "moved", 1, positions_train="shape:max=9", positions_eval="offset:by=3")
-    common = [made, "--save-dir", tmp_path / "run", "--tokens", "128", "--init-from", moved, "--rpe", "alibi"]
+    moved = train(made, tmp_path / "moved", 1, positions_train="shape:max_position=9", positions_eval="offset:offset=3")
+    common = [made, "--out", tmp_path / "run", "--tokens", "128", "--init-from", moved, "--rpe", "alibi"]
     both = "--positions-train", "--positions-eval"
-    assert [flag(words_of(*common), name) for name in both] == ["shape:max=9", "offset:by=3"]
+    assert [flag(words_of(*common), name) for name in both] == ["shape:max_position=9", "offset:offset=3"]
     words = words_of(*common, "--positions-train", "identity")
     assert flag(words, "--positions-train") == "identity" and "--positions-eval" not in words
-    words = words_of(*common, "--positions-eval", "offset:by=5")
-    assert [flag(words, name) for name in both] == ["shape:max=9", "offset:by=5"]
+    words = words_of(*common, "--positions-eval", "offset:offset=5")
+    assert [flag(words, name) for name in both] == ["shape:max_position=9", "offset:offset=5"]
 
 
 def test_answers_choose_the_best_checkpoint(several, tmp_path):

@@ -3,12 +3,12 @@
 import pytest
 from conftest import run_here
 from refusal import refused
-from test_gaps import SPLITS, make, story, write_stories
+from test_cloze import SPLITS, make, story, write_stories
 
 from fairseq_rpe.data.folder import MADE_BY, MANIFEST, read_dictionary, read_split
 from fairseq_rpe.data.prepare_options import PrepareOptions
-from fairseq_rpe.data.splits import DividedDocuments
-from fairseq_rpe.questions.heldout_documents import Division, HeldOut
+from fairseq_rpe.data.splits import SplitDocuments
+from fairseq_rpe.questions.cloze_dataset import HeldOutDocuments, SplitSettings
 from fairseq_rpe.utils import files
 
 MANY = {"train": {"documents": 900}, "valid": {"documents": 101}}
@@ -18,7 +18,7 @@ ALL, OTHER, GIVEN = {"all": "x"}, {"all": "y"}, {"train": "a", "valid": "b", "te
 def test_the_same_source_is_divided_as_the_corpus_was(tmp_path):
     source, corpus, said = write_stories(tmp_path / "all.jsonl", range(12), 150), tmp_path / "corpus", []
     flags = "--tokenizer words --seed 5 --valid-fraction 0.25 --test-fraction 0.25".split()
-    run_here("prepare", source, "--dest", corpus, *flags)
+    run_here("prepare", source, "--out", corpus, *flags)
     symbols = read_dictionary(corpus / "dict.txt")
     given = {"train": (source,), "valid": (), "test": (), "questions": 16, "valid_questions": 8, "tokens": 128}
     made = make(tmp_path, corpus, tmp_path / "gaps", said, seed=2, **given)
@@ -45,15 +45,15 @@ def test_files_decide_only_where_they_are_those_of_the_corpus(tmp_path):
     folder.mkdir()
     for seed in range(40):
         (folder / f"{seed}.txt").write_text(story(seed, 20))
-    by_path = PrepareOptions(corpus, (folder,), seed=4, divide_by="path", valid_fraction=0.2)
-    there = DividedDocuments(by_path)
+    by_path = PrepareOptions(corpus, (folder,), seed=4, split_by="path", valid_fraction=0.2)
+    there = SplitDocuments(by_path)
     files.write_json(corpus / MANIFEST, {"made_by": MADE_BY, "digest": there.digest, "options": by_path.key()})
-    held_out = HeldOut(corpus)
+    held_out = HeldOutDocuments(corpus)
     same, division = held_out.documents(PrepareOptions(tmp_path, (folder,), seed=1))
-    assert [(s, d.place) for s, d in same] == [(s, d.place) for s, d in there]
-    assert division == Division(4, 0.2, divide_by="path") and held_out.warning(same.digest) is None
+    assert [(s, d.relative_path) for s, d in same] == [(s, d.relative_path) for s, d in there]
+    assert division == SplitSettings(4, 0.2, split_by="path") and held_out.warning(same.digest) is None
     other, division = held_out.documents(PrepareOptions(tmp_path, (source,), seed=1))
-    assert {split for split, _ in other} == {*SPLITS} and division == Division(4, 0.2)
+    assert {split for split, _ in other} == {*SPLITS} and division == SplitSettings(4, 0.2)
     assert held_out.warning(other.digest)
 
 
@@ -74,15 +74,15 @@ def test_files_decide_only_where_they_are_those_of_the_corpus(tmp_path):
 )
 def test_warnings(tmp_path, made_of, splits, given, few, warned):
     files.write_json(tmp_path / MANIFEST, {"made_by": MADE_BY, "digest": made_of, "splits": splits})
-    held_out = HeldOut(tmp_path)
+    held_out = HeldOutDocuments(tmp_path)
     assert (held_out.warning(given, few) is not None) == warned
-    assert held_out.division == (Division() if made_of == ALL else None)
+    assert held_out.split_settings == (SplitSettings() if made_of == ALL else None)
 
 
 def test_other_documents_of_the_same_files_are_warned_of(tmp_path):
     options = {"rows_are_lines": True, "seed": 3}
     files.write_json(tmp_path / MANIFEST, {"made_by": MADE_BY, "digest": ALL, "options": options, "splits": MANY})
-    assert HeldOut(tmp_path).division == Division(3) and HeldOut(tmp_path).warning(ALL)
+    assert HeldOutDocuments(tmp_path).split_settings == SplitSettings(3) and HeldOutDocuments(tmp_path).warning(ALL)
     files.write_json(tmp_path / MANIFEST, {"made_by": MADE_BY, "digest": ALL, "options": {"seed": "3"}})
     with refused("seed of options must be a whole number"):
-        HeldOut(tmp_path)
+        HeldOutDocuments(tmp_path)

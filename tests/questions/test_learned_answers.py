@@ -19,7 +19,7 @@ LENGTH = 700  # holds the longest of the hand-made questions
 
 
 def answered(checkpoint, folder, lengths, *flags) -> list[dict]:
-    words = ("answer", checkpoint, folder, "--lengths", lengths, "--device", "cpu", "--json", *flags)
+    words = ("eval-questions", checkpoint, folder, "--lengths", lengths, "--device", "cpu", "--json", *flags)
     return [json.loads(line) for line in run_here(*words).stdout.splitlines()]
 
 
@@ -31,12 +31,12 @@ def test_a_model_answers_what_it_has_learned(tmp_path):
     make_sets(tmp_path / "data", [asked_set(name, splits, (name, "em"), 8) for name in names])
     flags = {"rpe": "rope", "lr": 0.01, "tokens_per_sample": 192, "max_tokens": 1200, "eval_answers": True}
     first = train(tmp_path / "data", tmp_path / "first", 1, **{**flags, "disable_validation": True})
-    assert max(row["score"] for row in answered(first, tmp_path / "data", "192", "--by", "likelihood")) <= 60
+    assert max(row["score"] for row in answered(first, tmp_path / "data", "192", "--answer-mode", "likelihood")) <= 60
     last = train(tmp_path / "data", tmp_path / "run", 70, said=said, **{**flags, "validate_interval": 100})
     line = [line for line in said if "valid on 'valid' subset" in line and "| answers " in line][-1]
     values = dict(re.findall(r"\| (answers\w*|exact) ([\d.]+)", line))
     assert values == dict.fromkeys(("exact", "answers", *(f"answers_{name}" for name in names)), "100")
-    for how in (["--beam", "2"], ["--by", "likelihood"]):
+    for how in (["--beam", "2"], ["--answer-mode", "likelihood"]):
         rows = answered(last, tmp_path / "data", "192,384", *how)
         assert [row["metrics"] for row in rows] == [{n: 100.0, "em": 100.0} for n in names for _ in range(2)]
         assert all(row["questions"] == 6 and row["encoding"] == "rope" for row in rows)
@@ -48,15 +48,16 @@ def vocab(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FORMS else pytest.mark.release) for name in benchmarks.names()]
+    "name",
+    [pytest.param(name, marks=() if name in FORMS else pytest.mark.release) for name in benchmarks.benchmark_names()],
 )
 def test_from_the_published_file_to_a_score(name, vocab, tmp_path):
     shipped, folder = published.write(name, tmp_path / "shipped"), tmp_path / "made"
     few = ("--answer-tokens", 24)  # a model of five updates does not end its answers
-    run_here("prepare-answers", name, "--from", shipped, "--no-counts", *few, "--vocab-from", vocab, "--dest", folder)
+    run_here("prepare-questions", name, "--from", shipped, "--no-counts", *few, "--vocab-from", vocab, "--out", folder)
     checkpoint = train(folder, tmp_path / "run", tokens_per_sample=LENGTH, max_tokens=LENGTH)
     (result,) = answered(checkpoint, folder, LENGTH, "--predictions", tmp_path / "written")
-    made, one = dataset.load(folder), benchmarks.load(name)
+    made, one = dataset.load_dataset(folder), benchmarks.load_benchmark(name)
     rows = made.split("valid")
     assert result["questions"] == len(rows) == made.sets[name].splits["valid"].questions >= 3
     assert set(result["metrics"]) == {*one.metrics, one.published}
@@ -67,5 +68,5 @@ def test_from_the_published_file_to_a_score(name, vocab, tmp_path):
     choices = {len(row.choices) > 1 for row in rows}
     assert len(choices) == 1
     if choices == {True}:
-        (result,) = answered(checkpoint, folder, LENGTH, "--by", "likelihood")
+        (result,) = answered(checkpoint, folder, LENGTH, "--answer-mode", "likelihood")
         assert result["empty"] == 0 and set(result["metrics"]) == {*one.metrics, one.published}

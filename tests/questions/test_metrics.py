@@ -15,20 +15,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusal import refused
 
-from fairseq_rpe.questions.metrics import Scored, Undefined, check, names, normalised, score
+from fairseq_rpe.questions.metrics import (
+    AnsweredQuestion,
+    Undefined,
+    check_metrics,
+    metric_names,
+    normalize_squad,
+    score,
+)
 
 ANSWERS = ("The committee approved the budget for the harbour.",)
 ANSWERS += ("Bridge repairs were delayed, and the harbour budget was approved.",)
-A = Scored("The committee approved the harbour budget and delayed the bridge repairs.", ANSWERS)
-B = Scored("Nothing was decided.", ("The members decided to meet again in spring.",))
-C = Scored("", ("A short summary.",))
-SWAPPED = Scored("The boats were painted. The crew slept.", ("The crew slept. The boats were painted.",))
+A = AnsweredQuestion("The committee approved the harbour budget and delayed the bridge repairs.", ANSWERS)
+B = AnsweredQuestion("Nothing was decided.", ("The members decided to meet again in spring.",))
+C = AnsweredQuestion("", ("A short summary.",))
+SWAPPED = AnsweredQuestion("The boats were painted. The crew slept.", ("The crew slept. The boats were painted.",))
 
 
 def of_classes(right, given, choices=("no", "yes"), group=""):
     """Questions of a classification; a class that is no choice is an answer of another word."""
     named = [choices[g] if 0 <= g < len(choices) else "neither" for g in given]
-    return [Scored(g, (choices[r],), group, tuple(choices)) for r, g in zip(right, named, strict=True)]
+    return [AnsweredQuestion(g, (choices[r],), group, tuple(choices)) for r, g in zip(right, named, strict=True)]
 
 
 def table(text):
@@ -37,15 +44,15 @@ def table(text):
 
 
 SQUAD = {
-    Scored("The old lighthouse keeper.", ("an old keeper of the lighthouse", "Marten")): "f1 85.7143, em 0",
-    Scored("a red-roofed barn", ("the red roofed barn",)): "f1 40, em 0",
-    Scored("Yes, because of the rain", ("Yes",)): "f1 40, em 0",
-    Scored("the", ("a",)): "f1 0, em 100",
-    Scored("unanswerable", ("Unanswerable",)): "f1 100, em 100",
-    Scored("two two boats", ("two boats",)): "f1 80, em 0",
-    Scored("", ("no",)): "f1 0, em 0",
-    Scored("NotMentioned", ("Not mentioned",)): "em 0",
-    Scored("not mentioned.", ("Not mentioned",)): "em 100",
+    AnsweredQuestion("The old lighthouse keeper.", ("an old keeper of the lighthouse", "Marten")): "f1 85.7143, em 0",
+    AnsweredQuestion("a red-roofed barn", ("the red roofed barn",)): "f1 40, em 0",
+    AnsweredQuestion("Yes, because of the rain", ("Yes",)): "f1 40, em 0",
+    AnsweredQuestion("the", ("a",)): "f1 0, em 100",
+    AnsweredQuestion("unanswerable", ("Unanswerable",)): "f1 100, em 100",
+    AnsweredQuestion("two two boats", ("two boats",)): "f1 80, em 0",
+    AnsweredQuestion("", ("no",)): "f1 0, em 0",
+    AnsweredQuestion("NotMentioned", ("Not mentioned",)): "em 0",
+    AnsweredQuestion("not mentioned.", ("Not mentioned",)): "em 100",
 }
 CLASSES = [1, 1, 0, 0, 1, 0, 1, 0]
 TERMS = ("entailment", "contradiction", "neutral")
@@ -55,17 +62,20 @@ MULTIRC = [
     *of_classes([0, 1], [0, 0], group="q3"),
 ]
 PAIRS = ["0.0 0.4", "1.2 1.0", "2.4 3", "3 2.8", "4.6 4.0", "5.0 5.0"]
-SIMILAR = [Scored(f" {given}", (right,)) for right, given in map(str.split, PAIRS)]
-SCROLLS = [Scored("exact match example", ("exact match example",)), Scored("hello there", ("hello", "hi there"))]
-SCROLLS += [Scored("general kenobi", ("commander kenobi",))]  # the example of its documentation
+SIMILAR = [AnsweredQuestion(f" {given}", (right,)) for right, given in map(str.split, PAIRS)]
+SCROLLS = [
+    AnsweredQuestion("exact match example", ("exact match example",)),
+    AnsweredQuestion("hello there", ("hello", "hi there")),
+]
+SCROLLS += [AnsweredQuestion("general kenobi", ("commander kenobi",))]  # the example of its documentation
 
 
 @pytest.mark.parametrize(
     ("items", "values"),
     [
         ([A], "rouge1 76.1905, rouge2 47.0588, rougeL 63.1579, rgm 60.9523"),
-        ([Scored(A.prediction, A.answers[:1])], "rouge1 73.6842, rouge2 47.0588, rougeL 63.1579"),
-        ([Scored(A.prediction, A.answers[1:])], "rouge1 76.1905, rouge2 31.5789, rougeL 28.5714"),
+        ([AnsweredQuestion(A.prediction, A.answers[:1])], "rouge1 73.6842, rouge2 47.0588, rougeL 63.1579"),
+        ([AnsweredQuestion(A.prediction, A.answers[1:])], "rouge1 76.1905, rouge2 31.5789, rougeL 28.5714"),
         ([B], "rouge1 18.1818, rouge2 0, rougeL 18.1818, rgm 0"),
         ([C], "rouge1 0, rouge2 0, rougeL 0, rgm 0"),
         ([A, B], "rouge1 47.1861, rouge2 23.5294, rougeL 40.6699, rgm 35.6095"),
@@ -102,7 +112,7 @@ def test_golden_values(items, values):
     ],
 )
 def test_examples_of_rouge_score(metric, prediction, answers, value):
-    assert score(metric, [Scored(prediction, tuple(answers))]) == pytest.approx(100 * value, abs=1e-9)
+    assert score(metric, [AnsweredQuestion(prediction, tuple(answers))]) == pytest.approx(100 * value, abs=1e-9)
 
 
 WORDS = ["the", "a", "An", "Tower", "tower,", "U.S.", "re-open", "no", "7", "café", "...", "The", "anthem", "«x»"]
@@ -113,12 +123,14 @@ TEXTS = st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join)
 @given(TEXTS, TEXTS, TEXTS)
 def test_scores_of_texts_are_symmetric_bounded_and_of_the_best_answer(one, other, third):
     for metric in ("f1", "em", "rouge1", "rouge2", "rougeL"):
-        value = score(metric, [Scored(one, (other,))])
-        assert 0 <= value <= 100 and value == pytest.approx(score(metric, [Scored(other, (one,))]))
-        assert score(metric, [Scored(one, (other, third))]) == max(value, score(metric, [Scored(one, (third,))]))
-    both = [Scored(one, (other, third))]
+        value = score(metric, [AnsweredQuestion(one, (other,))])
+        assert 0 <= value <= 100 and value == pytest.approx(score(metric, [AnsweredQuestion(other, (one,))]))
+        assert score(metric, [AnsweredQuestion(one, (other, third))]) == max(
+            value, score(metric, [AnsweredQuestion(one, (third,))])
+        )
+    both = [AnsweredQuestion(one, (other, third))]
     assert score("f1", both) == pytest.approx(100 * max(f1_score(one, other), f1_score(one, third)))
-    assert score("em", both) == 100 * (normalize_answer(one) in map(normalize_answer, (other, third)))
+    assert score("em", both) == 100 * (normalize_squad(one) in map(normalize_squad, (other, third)))
 
 
 # SQuAD's evaluate-v1.1.py, re-typed
@@ -153,7 +165,7 @@ def f1_score(prediction, ground_truth):
     ],
 )
 def test_normalisation_is_that_of_squad(text, normal):
-    assert normalised(text) == normalize_answer(text) == normal
+    assert normalize_squad(text) == normalize_answer(text) == normal
 
 
 @pytest.mark.parametrize(
@@ -175,12 +187,12 @@ def test_macro_f1_is_the_mean_of_all_classes_and_warns_of_none():
 
 def test_similarities_of_no_numbers():
     texts = ["nan", "", "inf", "2.8", "x", "1e999"]
-    odd = [Scored(text, item.answers) for item, text in zip(SIMILAR, texts, strict=True)]
-    least = [Scored("2.8" if item.prediction == "2.8" else "-1", item.answers) for item in odd]
+    odd = [AnsweredQuestion(text, item.answers) for item, text in zip(SIMILAR, texts, strict=True)]
+    least = [AnsweredQuestion("2.8" if item.prediction == "2.8" else "-1", item.answers) for item in odd]
     for metric in ("pearson", "spearman"):
         assert score(metric, odd) == score(metric, least)
         with pytest.warns(Undefined, match=f"{metric} is undefined"):
-            assert score(metric, [Scored("2.0", item.answers) for item in SIMILAR]) == 0
+            assert score(metric, [AnsweredQuestion("2.0", item.answers) for item in SIMILAR]) == 0
 
 
 def test_plain_arithmetic_gives_the_same():
@@ -193,11 +205,11 @@ def test_plain_arithmetic_gives_the_same():
         assert score("binary_f1", items) == pytest.approx(100 * 2 * tp / (2 * tp + fp + fn), abs=1e-9)
         below = np.sqrt(float((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)))
         assert score("matthews", items) == pytest.approx(100 * (tp * tn - fp * fn) / below, abs=1e-9)
-        flipped = [Scored(i.prediction, i.answers, "", i.choices[::-1]) for i in items]
+        flipped = [AnsweredQuestion(i.prediction, i.answers, "", i.choices[::-1]) for i in items]
         both = (score("binary_f1", items) + score("binary_f1", flipped)) / 2
         assert score("macro_f1", items) == pytest.approx(both, abs=1e-9)
         x, y = draw.normal(size=30), draw.normal(size=30)
-        items = [Scored(repr(float(b)), (repr(float(a)),)) for a, b in zip(x, y, strict=True)]
+        items = [AnsweredQuestion(repr(float(b)), (repr(float(a)),)) for a, b in zip(x, y, strict=True)]
         for metric, (a, b) in {"pearson": (x, y), "spearman": (x.argsort().argsort(), y.argsort().argsort())}.items():
             a, b = a - a.mean(), b - b.mean()
             found = (a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())
@@ -206,7 +218,7 @@ def test_plain_arithmetic_gives_the_same():
 
 def test_accuracy_compares_words_as_they_are():
     for text, right in ((" True\t", True), ("true", False), ("True.", False), ("", False), ("not  so", True)):
-        assert score("accuracy", [Scored(text, ("True", "not so"))]) == 100 * right
+        assert score("accuracy", [AnsweredQuestion(text, ("True", "not so"))]) == 100 * right
 
 
 @pytest.mark.parametrize(
@@ -214,13 +226,17 @@ def test_accuracy_compares_words_as_they_are():
     [
         ("f2", [A], "unknown metric 'f2' .did you mean 'f1'.*; known: f1, em"),
         ("f1", [], "there are no answers to compute f1 of"),
-        ("matthews", [A], "matthews is of classes, and these questions have fewer than two choices: prepare them"),
-        ("f1a", of_classes([0], [0], ("a",)), "f1a is of classes, and these questions have fewer than two choices"),
+        ("matthews", [A], "matthews needs classes, and these questions have fewer than two choices: prepare them"),
+        ("f1a", of_classes([0], [0], ("a",)), "f1a needs classes, and these questions have fewer than two choices"),
         ("macro_f1", [*of_classes([1], [1]), *of_classes([1], [1], ("yes", "no"))], "have not all the same choices"),
-        ("binary_f1", of_classes([1], [1], ("a", "b", "c")), "binary_f1 is of two classes, and these questions have 3"),
-        ("f1a", [Scored("x", ("z",), "", ("x", "y"))], "f1a: the answer 'z' is none of its choices"),
-        ("pearson", [Scored("1.0", ("good",))], "pearson: the answer 'good' is no number"),
-        ("spearman", [Scored("1.0", ("2",)), Scored("1.0", ("nan",))], "spearman: the answer 'nan' is no number"),
+        ("binary_f1", of_classes([1], [1], ("a", "b", "c")), "binary_f1 needs two classes, and these questions have 3"),
+        ("f1a", [AnsweredQuestion("x", ("z",), "", ("x", "y"))], "f1a: the answer 'z' is none of its choices"),
+        ("pearson", [AnsweredQuestion("1.0", ("good",))], "pearson: the answer 'good' is no number"),
+        (
+            "spearman",
+            [AnsweredQuestion("1.0", ("2",)), AnsweredQuestion("1.0", ("nan",))],
+            "spearman: the answer 'nan' is no number",
+        ),
     ],
 )
 def test_refusals(metric, items, words):
@@ -235,9 +251,9 @@ def test_refusals(metric, items, words):
 def test_a_package_that_is_not_installed(monkeypatch, package, metric, sold_as):
     monkeypatch.setitem(sys.modules, package, None)
     with refused(rf"'{metric}' needs {sold_as}, .*: pip install 'fairseq_rpe\[answers\]'"):
-        check("f1", metric)
-    check("f1", "em", "accuracy", "group_em")
-    assert set(names()) > {"f1", "em", "accuracy", "group_em"}
+        check_metrics("f1", metric)
+    check_metrics("f1", "em", "accuracy", "group_em")
+    assert set(metric_names()) > {"f1", "em", "accuracy", "group_em"}
 
 
 def test_nothing_slow_is_imported_before_it_is_asked_for():

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from fairseq_rpe.questions.metrics import Scored, names, score
-from fairseq_rpe.questions.mixture import drawn, per_epoch, shares
-from fairseq_rpe.questions.prompt import fitted, room
-from fairseq_rpe.questions.streaming_metrics import adds_up, part, whole
+from fairseq_rpe.questions.metrics import (
+    AnsweredQuestion,
+    is_streamable,
+    metric_from_sums,
+    metric_names,
+    partial_sums,
+    score,
+)
+from fairseq_rpe.questions.mixture import epoch_rows, mixture_weights, rows_per_epoch
+from fairseq_rpe.questions.prompt import build_prompt, token_budget
 
 ROWS = {"cola": 8000, "wnli": 600, "cb": 200}
 
@@ -25,7 +31,7 @@ ROWS = {"cola": 8000, "wnli": 600, "cb": 200}
     ],
 )
 def test_shares(spec, weights):
-    found = shares(spec, ROWS)
+    found = mixture_weights(spec, ROWS)
     assert list(found) == list(ROWS)
     assert list(found.values()) == pytest.approx([w / sum(weights) for w in weights])
 
@@ -34,8 +40,8 @@ WRONG = {
     "often": "is not one of proportional, equal, capped:N",
     "capped:0": "choose one, N and T above 0",
     **dict.fromkeys(("capped:-1", "temperature:nan", "temperature:-2"), "choose one"),
-    "cola=1,wnli=1": "leaves open 'cb'",
-    "cola=1,wnli=1,cb=1,rte=1": "names 'rte', which is no set of this folder: it has cola, wnli, cb",
+    "cola=1,wnli=1": "has no weight for 'cb'",
+    "cola=1,wnli=1,cb=1,rte=1": "names 'rte', which is not a set of this folder: it has cola, wnli, cb",
     "cola=1,wnli=1,cb=1,cb=2": "names 'cb' twice",
     "cola=1,wnli=x,cb=1": "the weight 'x'",
     "cola=1,wnli=-1,cb=1": "the weight '-1'",
@@ -46,26 +52,26 @@ WRONG = {
 @pytest.mark.parametrize("spec", WRONG)
 def test_wrong_mixtures(spec):
     with refused(WRONG[spec]):
-        shares(spec, ROWS)
+        mixture_weights(spec, ROWS)
 
 
 def test_an_epoch_has_as_many_rows_as_the_folder():
     total = sum(ROWS.values())
-    assert per_epoch(shares("proportional", ROWS), total) == ROWS
-    assert per_epoch(shares("equal", ROWS), total) == dict.fromkeys(ROWS, 2933)
-    assert per_epoch({"cola": 0.99999, "wnli": 0.00001, "cb": 0.0}, 100) == {"cola": 100, "wnli": 1, "cb": 0}
+    assert rows_per_epoch(mixture_weights("proportional", ROWS), total) == ROWS
+    assert rows_per_epoch(mixture_weights("equal", ROWS), total) == dict.fromkeys(ROWS, 2933)
+    assert rows_per_epoch({"cola": 0.99999, "wnli": 0.00001, "cb": 0.0}, 100) == {"cola": 100, "wnli": 1, "cb": 0}
 
 
 @pytest.mark.parametrize("count", [7, 10, 25])
 def test_no_row_comes_again_before_all_have_come(count):
-    epochs = [drawn("cola", 10, count, epoch, seed=1) for epoch in range(1, 12)]
+    epochs = [epoch_rows("cola", 10, count, epoch, seed=1) for epoch in range(1, 12)]
     stream = np.concatenate(epochs)
     for start in range(0, len(stream) - 9, 10):
         assert sorted(stream[start : start + 10]) == list(range(10))
     assert [len(one) for one in epochs] == [count] * 11
-    assert (drawn("cola", 10, count, 5, seed=1) == epochs[4]).all()
-    first = drawn("cola", 10, 10, 1, 1).tolist()
-    assert first not in (drawn("wnli", 10, 10, 1, 1).tolist(), drawn("cola", 10, 10, 1, 2).tolist())
+    assert (epoch_rows("cola", 10, count, 5, seed=1) == epochs[4]).all()
+    first = epoch_rows("cola", 10, 10, 1, 1).tolist()
+    assert first not in (epoch_rows("wnli", 10, 10, 1, 1).tolist(), epoch_rows("cola", 10, 10, 1, 2).tolist())
 
 
 @pytest.mark.parametrize(
@@ -74,30 +80,30 @@ def test_no_row_comes_again_before_all_have_come(count):
 def test_the_document_alone_is_cut(cut, kept):
     parts = np.array([1, 2]), np.arange(10, 20).astype("<u2"), np.array([3], "<u2")
     for size, middle in ((8, kept), (13, range(10, 20)), (3, ())):
-        tokens, lost = fitted(*parts, size, cut)
+        tokens, lost = build_prompt(*parts, size, cut)
         assert tokens.tolist() == [1, 2, *middle, 3] and lost == 10 - len(middle) and tokens.dtype == np.int64
 
 
 def test_what_cannot_be_cut_is_refused():
     prompt = np.arange(5)
-    assert fitted(prompt, None, None, 5)[0].tolist() == [0, 1, 2, 3, 4]
+    assert build_prompt(prompt, None, None, 5)[0].tolist() == [0, 1, 2, 3, 4]
     with refused("question 'q7' takes 5 tokens without its document, where 4 may be read"):
-        fitted(prompt, np.arange(9), None, 4, "end", "q7")
-    with refused("--cut top is not one of end, start, middle"):
-        fitted(prompt, np.arange(9), None, 7, "top")
-    assert room(100, 16, "qasper") == 84
+        build_prompt(prompt, np.arange(9), None, 4, "end", "q7")
+    with refused("--truncate top is not one of end, start, middle"):
+        build_prompt(prompt, np.arange(9), None, 7, "top")
+    assert token_budget(100, 16, "qasper") == 84
     with refused("16 tokens leave no room for a question: answers of qasper take up to 16"):
-        room(16, 16, "qasper")
+        token_budget(16, 16, "qasper")
 
 
 ITEMS = [
-    Scored("the old keeper", ("an old keeper of the light", "Marten"), "g0", ("a", "b")),
-    Scored("Yes", ("Yes",), "g0"),
-    Scored("no", ("Yes",), "g1"),
-    Scored("a  red barn", ("a red barn",), "g2"),
-    Scored("", ("a summary",), "g2"),
-    Scored("painted boats and a crew", ("the boats were painted and the crew slept",), "g3"),
-    Scored("Yes", ("Yes", "No"), "g3"),
+    AnsweredQuestion("the old keeper", ("an old keeper of the light", "Marten"), "g0", ("a", "b")),
+    AnsweredQuestion("Yes", ("Yes",), "g0"),
+    AnsweredQuestion("no", ("Yes",), "g1"),
+    AnsweredQuestion("a  red barn", ("a red barn",), "g2"),
+    AnsweredQuestion("", ("a summary",), "g2"),
+    AnsweredQuestion("painted boats and a crew", ("the boats were painted and the crew slept",), "g3"),
+    AnsweredQuestion("Yes", ("Yes", "No"), "g3"),
 ]
 GROUPS = [0, 0, 1, 2, 2, 3, 3]
 
@@ -106,11 +112,11 @@ GROUPS = [0, 0, 1, 2, 2, 3, 3]
 @pytest.mark.parametrize("cuts", [(), (3,), (1, 2, 5)])
 def test_parts_add_up_to_the_score(metric, cuts):
     edges = [0, *cuts, len(ITEMS)]
-    total = sum(part(metric, ITEMS[start:stop], GROUPS[start:stop], 5) for start, stop in pairwise(edges))
-    assert whole(metric, total) == pytest.approx(score(metric, ITEMS), abs=1e-9)
-    assert whole(metric, part(metric, [], [], 5)) is None
+    total = sum(partial_sums(metric, ITEMS[start:stop], GROUPS[start:stop], 5) for start, stop in pairwise(edges))
+    assert metric_from_sums(metric, total) == pytest.approx(score(metric, ITEMS), abs=1e-9)
+    assert metric_from_sums(metric, partial_sums(metric, [], [], 5)) is None
 
 
 def test_scores_that_do_not_add_up():
     others = ["matthews", "pearson", "spearman", "binary_f1", "macro_f1", "f1a"]
-    assert [one for one in names() if not adds_up(one)] == others
+    assert [one for one in metric_names() if not is_streamable(one)] == others

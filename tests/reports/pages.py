@@ -46,7 +46,7 @@ def skip_drawing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
             path.touch()
 
     monkeypatch.setattr("fairseq_rpe.figures.style.save", save)
-    monkeypatch.setattr("fairseq_rpe.figures.sweep_curves.name_ends", lambda *_: None)
+    monkeypatch.setattr("fairseq_rpe.figures.sweep_curves.label_line_ends", lambda *_: None)
     monkeypatch.setattr("fairseq_rpe.reports.page.to_svg", lambda figure: f"<svg {figure.get_figwidth()}/>".encode())
     return figures
 
@@ -119,7 +119,7 @@ class Page(HTMLParser):
 
     def same(self) -> dict[str, list[str]]:
         """What is compared with the published setting: here, there, and whether they agree."""
-        return {row[0]: row[1:] for row in self.table("What is the same")[1:]}
+        return {row[0]: row[1:] for row in self.table("Settings that are the same")[1:]}
 
     def alternatives(self) -> list[str]:
         return [attrs["alt"] or "" for tag, attrs in self.tags if tag == "img"]
@@ -128,18 +128,27 @@ class Page(HTMLParser):
 def write_sweep(folder: Path, ppl=PPL, seeds=(1,), log: str | None = LOG, more=(), **state) -> None:
     """A finished sweep at 64 tokens (plus 2 of perplexity per further seed); ``more``: keys of every result."""
     lengths = sorted({n for values in ppl.values() for n in values})
-    settings = {"tokens": 64, "subset": "test", "updates": 75, "batch_sentences": 16, "lr": 2e-3, "warmup": 80}
+    settings = {"tokens": 64, "split": "test", "updates": 75, "batch_sentences": 16, "lr": 2e-3, "warmup": 80}
     settings |= {"arch": "transformer_rpe_lm_tiny", "extra": []} | state.pop("further", {})
-    state = {"settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths, **state}
+    state = {
+        "layout": 2,
+        "settings": settings,
+        "encodings": list(ppl),
+        "seeds": list(seeds),
+        "lengths": lengths,
+        **state,
+    }
     files.write_json(folder / "sweep.json", state)
     for name, values in ppl.items():
         for k, seed in enumerate(seeds):
             place = folder / "runs" / Method(name, name).run_name(seed)
-            files.write_json(place / "checkpoints" / "run.json", {"finished": {"checkpoint": "0123456789abcdef"}})
+            files.write_json(
+                place / "checkpoints" / "run.json", {"layout": 2, "finished": {"checkpoint": "0123456789abcdef"}}
+            )
             if log is not None:
                 (place / "train.log").write_text(log)
             for n, value in values.items():
-                row = {"checkpoint": "0123456789abcdef", "subset": "test", "length": n, "ppl": value + 2 * k}
+                row = {"checkpoint": "0123456789abcdef", "split": "test", "length": n, "ppl": value + 2 * k}
                 row |= {"loss_base2": 5.5 + n / 1024, "tokens": 99_000 + n, "seconds": 11.5, **dict(more)}
                 files.append_json_line(place / "eval.jsonl", row)
 

@@ -26,17 +26,17 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.summary.writer import event_file_writer
 from torch import nn
 
-from fairseq_rpe.analysis import bias_history, bias_map
+from fairseq_rpe.analysis import bias_snapshots
 from fairseq_rpe.encodings import build
-from fairseq_rpe.evaluation.records import AnswerResult, TextResult
+from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
 from fairseq_rpe.figures import biases
 from fairseq_rpe.modules import encoding_logger
-from fairseq_rpe.modules.encoding_logger import Inspector
+from fairseq_rpe.modules.encoding_logger import EncodingLogger
 from fairseq_rpe.reports import figure_gallery
 from fairseq_rpe.reports import tensorboard as evaluations
-from fairseq_rpe.reports.sweep_results import ExactAnswers, Finding, Perplexities
+from fairseq_rpe.reports.sweep_results import Accuracies, Perplexities, SweepResult
 from fairseq_rpe.runs import log
-from fairseq_rpe.sweeps.sweep_record import Method, State, SweepFolder, SweepSettings, slug
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord, SweepSettings, slug
 from fairseq_rpe.utils import files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +84,7 @@ def learned(checkpoints: Path):
 
 def draw_small(patch: pytest.MonkeyPatch) -> None:
     """Leave pictures of training empty: drawing takes most of the time of an inspection."""
-    for name in ("of_heads", "maps_of_heads"):
+    for name in ("draw_head_profiles", "draw_head_maps"):
         patch.setattr(encoding_logger, name, lambda *_: Figure((1, 1)))
 
 
@@ -101,7 +101,7 @@ def event_files_in_order(monkeypatch) -> None:
 
 
 def train(corpus: Path, folder: Path, updates: int, *more: object) -> list[str]:
-    argv = ["train", corpus, "--rpe", "kerple_log", "--save-dir", folder / "run", "--tensorboard", folder / "tb"]
+    argv = ["train", corpus, "--rpe", "kerple_log", "--out", folder / "run", "--tensorboard", folder / "tb"]
     return [*map(str, [*argv, "--updates", updates, *more]), *OPTIONS, *SMALL]
 
 
@@ -113,7 +113,7 @@ def swept(corpus: Path, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         draw_small(patch)
         skip_drawing(patch)
-        run_here(*command, "--updates", str(UPDATES), "--inspect-every", str(EVERY), *OPTIONS, *SMALL)
+        run_here(*command, "--updates", str(UPDATES), "--log-encodings-every", str(EVERY), *OPTIONS, *SMALL)
     return out
 
 
@@ -131,7 +131,7 @@ def test_learned_parameters_and_pictures_are_those_of_the_model_at_every_look(sw
 
 
 def test_profiles_are_kept_for_figures_over_training(swept, corpus, tmp_path, monkeypatch):
-    looks = bias_history.read(swept / "tensorboard/kerple_log-seed1/encodings")
+    looks = bias_snapshots.read_history(swept / "tensorboard/kerple_log-seed1/encodings")
     assert [look["step"] for look in looks] == STEPS and looks[0]["distances"] == list(range(32))
     profile = learned(swept / "runs/kerple_log-seed1/checkpoints").bias_profile(32)
     assert torch.equal(torch.tensor(looks[-1]["bias"]["model"], dtype=torch.float64), profile)
@@ -149,12 +149,12 @@ def test_profiles_are_kept_for_figures_over_training(swept, corpus, tmp_path, mo
 
 def test_history_goes_on_where_a_run_was_interrupted(tmp_path):
     profile = build("alibi", 2, 8).bias_profile(700)
-    first = bias_history.History(tmp_path, 0, 700)
+    first = bias_snapshots.BiasHistory(tmp_path, 0, 700)
     for step in (0, 10, 20):
         first.add(step, {"model": profile * (step + 1)})
-    again = bias_history.History(tmp_path, 10, 700)
+    again = bias_snapshots.BiasHistory(tmp_path, 10, 700)
     again.add(10, {"model": profile})
-    looks = bias_history.read(tmp_path)
+    looks = bias_snapshots.read_history(tmp_path)
     assert [look["step"] for look in looks] == [0, 10]
     at = looks[1]["distances"]
     assert len(at) == 64 and (at[0], at[-1]) == (0, 699) and at == sorted(set(at))
@@ -162,16 +162,16 @@ def test_history_goes_on_where_a_run_was_interrupted(tmp_path):
 
 
 def test_a_sweep_inspects_what_has_a_bias(corpus, tmp_path, capsys):
-    command = ["sweep", corpus, "--lengths", "64", "--out", tmp_path / "out", "--inspect-every", "5"]
+    command = ["sweep", corpus, "--lengths", "64", "--out", tmp_path / "out", "--log-encodings-every", "5"]
     done = run_here(*command, "--encodings", "rope alibi", "--tokens", "32", "--launcher", "dry-run")
-    assert done.stderr == "--inspect-every: no bias to show in rope\n"
+    assert done.stderr == "--log-encodings-every: no bias to show in rope\n"
     printed = done.stdout.splitlines()
     [alibi], [rope] = ([s for s in printed if f" train {corpus} --rpe {name} " in s] for name in ("alibi", "rope"))
-    assert "--inspect-every 5" in alibi and "--inspect-every" not in rope
+    assert "--log-encodings-every 5" in alibi and "--log-encodings-every" not in rope
     error = error_of(capsys, *command, "--encodings", "rope sinusoidal", "--tokens", "32")
     assert "no bias to show in rope, sinusoidal: drop the flag" in error
-    flags = ("--rpe", "rope", "--inspect-every", "3", "--tensorboard", tmp_path / "tb", "--tokens", "32")
-    error = error_of(capsys, "train", corpus, "--save-dir", tmp_path / "run", *flags)
+    flags = ("--rpe", "rope", "--log-encodings-every", "3", "--tensorboard", tmp_path / "tb", "--tokens", "32")
+    error = error_of(capsys, "train", corpus, "--out", tmp_path / "run", *flags)
     assert "'rope' has no bias to show: drop the flag" in error and not any(tmp_path.iterdir())
 
 
@@ -218,13 +218,13 @@ def test_the_layout_shows_what_matters_before_fairseqs_housekeeping(swept):
     assert {"1_by_length/ppl", "2_validation/loss", "2_validation/ppl", "3_training/loss", "fairseq/wps"} <= tags
     assert not {"loss", "ppl", "wps", "bsz", "gnorm"} & tags
     losses = scalars(swept / "tensorboard/kerple_log-seed1/valid", "2_validation/loss")
-    assert losses and losses == pytest.approx(log.read(swept / "runs/kerple_log-seed1/train.log").valid, abs=1e-3)
+    assert losses and losses == pytest.approx(log.read_log(swept / "runs/kerple_log-seed1/train.log").valid, abs=1e-3)
 
 
 def test_a_resumed_run_has_every_step_once_and_the_numbers_of_a_run_without(corpus, tmp_path, monkeypatch):
     draw_small(monkeypatch)
     for updates in (EVERY, UPDATES):
-        run_here(*train(corpus, tmp_path / "a", updates, "--inspect-every", EVERY))
+        run_here(*train(corpus, tmp_path / "a", updates, "--log-encodings-every", EVERY))
     folder = tmp_path / "a/tb/encodings"
     assert len(list(folder.glob("events*"))) == 2
     assert list(scalars(folder, "rpe/p/model/head1")) == STEPS
@@ -243,18 +243,18 @@ class Decoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.encodings = nn.ModuleList(build(spec, HEADS, 32) for _ in range(count))
-        self.moves = SimpleNamespace(update=-1)
+        self.position_transforms = SimpleNamespace(update=-1)
 
     def forward(self) -> None:
         """The pre-hook is all that matters."""
 
 
-def steps(inspector: Inspector, decoder: Decoder, first: int, last: int) -> None:
+def steps(inspector: EncodingLogger, decoder: Decoder, first: int, last: int) -> None:
     """Updates ``first`` … ``last`` - 1; each forward pass comes before its update."""
     hook = decoder.register_forward_pre_hook(inspector)
     decoder.train()
     for update in range(first, last):
-        decoder.moves.update = update
+        decoder.position_transforms.update = update
         decoder()
         decoder()  # a second batch of the same update
         with torch.no_grad():
@@ -267,11 +267,13 @@ def steps(inspector: Inspector, decoder: Decoder, first: int, last: int) -> None
 
 def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path, monkeypatch):
     draw_small(monkeypatch)
-    steps(Inspector("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 0, 7)  # killed, the checkpoint is of update 3
+    steps(
+        EncodingLogger("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 0, 7
+    )  # killed, the checkpoint is of update 3
     folder = tmp_path / "encodings"
     before = scalars(folder, "rpe/p/model/head2")
     assert list(before) == [0, 2, 4, 6]
-    steps(Inspector("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 3, 9)
+    steps(EncodingLogger("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 3, 9)
     after = scalars(folder, "rpe/p/model/head2")
     assert list(after) == [0, 2, 4, 6, 8]
     assert (after[0], after[2]) == (before[0], before[2]) and after[4] != before[4]
@@ -279,7 +281,7 @@ def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path, monke
 
 
 def test_pictures_decode_and_change(tmp_path):
-    steps(Inspector("kerple_log", 2, str(tmp_path), 32, 0), Decoder(), 0, 3)
+    steps(EncodingLogger("kerple_log", 2, str(tmp_path), 32, 0), Decoder(), 0, 3)
     for images in pictures(tmp_path / "encodings").values():
         first, last = (pixels for _, pixels in images)
         assert first.shape[0] >= 300 and first.shape[1] >= 600 and len(np.unique(first)) > 20
@@ -288,7 +290,7 @@ def test_pictures_decode_and_change(tmp_path):
 
 def test_each_layer_has_pictures_of_its_own(tmp_path, monkeypatch):
     draw_small(monkeypatch)
-    steps(Inspector("fire", 1, str(tmp_path), 16, 0), Decoder("fire", 2), 0, 1)
+    steps(EncodingLogger("fire", 1, str(tmp_path), 16, 0), Decoder("fire", 2), 0, 1)
     folder = tmp_path / "encodings"
     assert set(pictures(folder)) == {f"{what}/layer{n}" for what in ("bias_profile", "exp_bias") for n in (0, 1)}
     assert scalars(folder, "rpe/L/layer1") == {0: 512.0}
@@ -297,11 +299,11 @@ def test_each_layer_has_pictures_of_its_own(tmp_path, monkeypatch):
 def test_the_last_update_is_seen_by_validation_and_a_skipped_one_is_not(tmp_path, monkeypatch):
     draw_small(monkeypatch)
     for name, stepped in (("made", True), ("skipped", False)):
-        decoder, inspector = Decoder(), Inspector("kerple_log", 2, str(tmp_path / name), 16, 0)
+        decoder, inspector = Decoder(), EncodingLogger("kerple_log", 2, str(tmp_path / name), 16, 0)
         decoder.register_forward_pre_hook(inspector)
         for update in (0, 1):
             decoder.train()
-            decoder.moves.update = update
+            decoder.position_transforms.update = update
             decoder()
         if stepped:
             with torch.no_grad():
@@ -314,45 +316,45 @@ def test_the_last_update_is_seen_by_validation_and_a_skipped_one_is_not(tmp_path
 
 
 def test_other_ranks_and_evaluation_alone_write_nothing(tmp_path, task):
-    inspector = Inspector("kerple_log", 1, str(tmp_path / "tb"), 16, 1)
+    inspector = EncodingLogger("kerple_log", 1, str(tmp_path / "tb"), 16, 1)
     steps(inspector, Decoder(), 0, 3)
     assert inspector.writer is None and not (tmp_path / "tb").exists()
     assert not make_model(task, "kerple_log").decoder._forward_pre_hooks
-    model = make_model(task, "kerple_log", rpe_inspect_every=1, rpe_tensorboard=str(tmp_path / "tb"))
+    model = make_model(task, "kerple_log", rpe_log_encodings_every=1, rpe_tensorboard=str(tmp_path / "tb"))
     assert len(model.decoder._forward_pre_hooks) == 1
     model(torch.randint(4, 60, (1, 8)))
     assert not (tmp_path / "tb").exists()
     with refused("--tensorboard-logdir"):
-        make_model(task, "alibi", rpe_inspect_every=5)
+        make_model(task, "alibi", rpe_log_encodings_every=5)
 
 
 def test_figures_show_the_bias():
     encoding = build("alibi", 6, 48)
-    heads = bias_map.some_heads(6)
-    assert heads == [0, 2, 3, 5] and bias_map.some_heads(3) == [0, 1, 2]
-    bias, step = bias_map.bias_map(encoding, 600, heads)
+    heads = bias_snapshots.spread_heads(6)
+    assert heads == [0, 2, 3, 5] and bias_snapshots.spread_heads(3) == [0, 1, 2]
+    bias, step = bias_snapshots.bias_map(encoding, 600, heads)
     assert (tuple(bias.shape), step) == ((4, 200, 200), 3)
     profile = encoding.bias_profile(600)
     assert torch.equal(bias[1, 150, 50], profile[2, 300])
-    drawn = biases.maps_of_heads(bias, "a title", heads, step)
+    drawn = biases.draw_head_maps(bias, "a title", heads, step)
     panels = [axes for axes in drawn.axes if axes.images]
     assert [axes.get_title() for axes in panels] == ["head 1", "head 3", "head 4", "head 6"]
     shown = np.ma.filled(panels[1].images[0].get_array(), np.nan)
     assert shown[150, 50] == pytest.approx(profile[2, 300].exp().item()) and np.isnan(shown[50, 150])
-    curves = biases.of_heads(profile, "a title").axes[0].lines
+    curves = biases.draw_head_profiles(profile, "a title").axes[0].lines
     assert len(curves) == 6 and np.array_equal(curves[5].get_ydata(), profile[5].numpy())
 
 
 def test_algorithms_have_a_curve_over_items(tmp_path):
     settings = SweepSettings(arch="transformer_rpe_lm_tiny")
-    sweep, state = SweepFolder(tmp_path), State(settings, ("alibi",), (1,), algorithms=("copy",))
-    place = sweep.run_of(Method("alibi", "alibi"), 1, "copy").checkpoints
-    files.write_json(place.record_path, {"updates": 5})
+    sweep, state = SweepFolder(tmp_path), SweepRecord(settings, ("alibi",), (1,), algorithms=("copy",))
+    place = sweep.run_folder(Method("alibi", "alibi"), 1, "copy").checkpoints
+    files.write_json(place.record_path, {"layout": 2, "updates": 5})
     given = {"checkpoint": "c", "algorithm": "copy", "split": "test", "unit": "items", "transform": "identity"}
     given |= {"examples": 4}
-    results = [AnswerResult(length=n, right=right, accuracy=right / 4, **given) for n, right in ((2, 4), (9, 1))]
-    found = ExactAnswers([Finding("alibi", 1, result) for result in results], {"copy": 5}, {"copy": 9})
-    evaluations.write(sweep, state, found, tmp_path / EVALUATION)
+    results = [ExactMatchResult(length=n, right=right, accuracy=right / 4, **given) for n, right in ((2, 4), (9, 1))]
+    found = Accuracies([SweepResult("alibi", 1, result) for result in results], {"copy": 5}, {"copy": 9})
+    evaluations.write_tensorboard(sweep, state, found, tmp_path / EVALUATION)
     folder = tmp_path / EVALUATION / slug("copy@alibi", 1)
     assert scalars(folder, "1_by_items/exact") == {2: 100.0, 9: 25.0}
     means = {part: scalars(folder, f"exact/{part}")[0] for part in ("trained", "beyond", "all")}
@@ -362,16 +364,16 @@ def test_algorithms_have_a_curve_over_items(tmp_path):
 
 def test_a_running_tensorboard_forgets_what_was_replaced(tmp_path):
     """Its reader goes on with the new file of a run; what it has read of the old one does not stay."""
-    sweep, state = SweepFolder(tmp_path), State(SweepSettings(tokens=32), ("alibi", "rope"), (1,))
-    given = {"checkpoint": "c", "subset": "test", "tokens": 9, "loss_base2": 1.0}
+    sweep, state = SweepFolder(tmp_path), SweepRecord(SweepSettings(tokens=32), ("alibi", "rope"), (1,))
+    given = {"checkpoint": "c", "split": "test", "tokens": 9, "loss_base2": 1.0}
 
     def write(ppl: dict[str, dict[int, float]]) -> None:
         rows = [
-            Finding(name, 1, TextResult(length=n, ppl=value, **given))
+            SweepResult(name, 1, TextResult(length=n, ppl=value, **given))
             for name, values in ppl.items()
             for n, value in values.items()
         ]
-        evaluations.write(sweep, state, Perplexities(rows, 32), tmp_path / EVALUATION)
+        evaluations.write_tensorboard(sweep, state, Perplexities(rows, 32), tmp_path / EVALUATION)
 
     write({"alibi": {32: 5.0, 64: 6.0}, "rope": {32: 7.0}})
     folder = tmp_path / EVALUATION / "alibi-seed1"

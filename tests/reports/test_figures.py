@@ -15,16 +15,16 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from refusal import refused
-from specs import CONTENT, LONGER, SPECS
+from specs import CONTENT, REGION_ROPES, SPECS
 
 from fairseq_rpe import encodings
-from fairseq_rpe.analysis.bias_map import bias_map
-from fairseq_rpe.analysis.speed import LIMIT, Timing
+from fairseq_rpe.analysis.bias_snapshots import bias_map
+from fairseq_rpe.analysis.speed import BASELINE, Timing
 from fairseq_rpe.encodings import build
 from fairseq_rpe.figures import biases as drawings
 from fairseq_rpe.figures import style, sweep_curves, timing
-from fairseq_rpe.figures.line_labels import spread
-from fairseq_rpe.figures.method_maps import MOST_LINES
+from fairseq_rpe.figures.heat_maps import MAX_LINES
+from fairseq_rpe.figures.style import spread_labels
 from fairseq_rpe.reports import figure_gallery
 from fairseq_rpe.sweeps.sweep_record import Method
 
@@ -35,7 +35,7 @@ def panels(figure):
 
 def test_heat_maps_are_the_weights_of_the_bias_alone():
     maps = {name: bias_map(build(name, 4, 64), 9, [1])[0][0] for name in ("alibi", "sandwich", "kerple_log")}
-    shown = panels(drawings.heat_maps(maps, 1, 2))
+    shown = panels(drawings.draw_bias_maps(maps, 1, 2))
     assert [axes.get_title() for axes in shown] == list(maps)
     for axes, bias in zip(shown, maps.values(), strict=True):
         image = axes.images[0].get_array()
@@ -45,15 +45,15 @@ def test_heat_maps_are_the_weights_of_the_bias_alone():
             assert image[query, : query + 1].tolist() == pytest.approx(expected)
             assert image.mask[query, query + 1 :].all() or torch.tensor(image[query, query + 1 :]).isnan().all()
     bias = bias_map(build("window:window=3", 1, 8), 6, [0])[0][0]
-    [axes] = panels(drawings.heat_maps({"window:window=3": bias}, 1, 1))  # without holes
+    [axes] = panels(drawings.draw_bias_maps({"window:window=3": bias}, 1, 1))  # without holes
     assert axes.images[0].get_array()[5].tolist() == pytest.approx([1e-4] * 3 + [1.0] * 3)
     with refused("nothing to draw"):
-        drawings.heat_maps({}, 1, 1)
+        drawings.draw_bias_maps({}, 1, 1)
 
 
 def test_one_head_compared_is_a_line_for_each_encoding():
     values = {name: build(name, 4, 64).bias_profile(50)[2] for name in ("alibi", "type1", "type2")}
-    [axes] = drawings.compared(values, 3).axes
+    [axes] = drawings.draw_weight_comparison(values, 3).axes
     for line in axes.lines:
         profile = values[line.get_label()]
         assert line.get_ydata().tolist() == pytest.approx((profile - profile.max()).exp().tolist())
@@ -62,15 +62,15 @@ def test_one_head_compared_is_a_line_for_each_encoding():
 
 def test_queries_and_training_show_the_given_numbers():
     biases, places = {i: torch.randn(2, 3, i + 1) for i in (4, 9)}, [(i, k) for i in (4, 9) for k in (0, 1)]
-    for axes, (i, layer) in zip(panels(drawings.of_queries(biases, "fire")), places, strict=True):
+    for axes, (i, layer) in zip(panels(drawings.draw_query_biases(biases, "fire")), places, strict=True):
         assert axes.get_title() == f"query {i}, layer {layer}"
         for head, line in enumerate(axes.lines):
             assert line.get_ydata().tolist() == pytest.approx(biases[i][layer, head].tolist())
-    many = drawings.of_queries({i: torch.randn(6, 3, i + 1) for i in (4, 9)}, "fire")  # in rows of four
+    many = drawings.draw_query_biases({i: torch.randn(6, 3, i + 1) for i in (4, 9)}, "fire")  # in rows of four
     assert [axes.get_title() for axes in panels(many)] == [f"query {i}, layer {k}" for i in (4, 9) for k in range(6)]
     assert many.get_figwidth() <= style.PAGE
     values = {"model, head 1": torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, -3.0]])}
-    [axes] = panels(drawings.over_training(values, [0, 1, 8], [0, 100], "kerple_log"))
+    [axes] = panels(drawings.draw_bias_over_training(values, [0, 1, 8], [0, 100], "kerple_log"))
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0, -1, -2], [0, -2, -5]]
     assert axes.lines[0].get_color() != axes.lines[1].get_color()
 
@@ -89,7 +89,7 @@ def shares(curves, at):
 
 def test_perplexity_is_the_mean_with_bars_over_the_seeds():
     curves = {"alibi": {64: [50.0, 52.0], 128: [40.0, 46.0]}, "rope": {64: [60.0], 128: [63.0]}}
-    figure = sweep_curves.perplexity(curves, shares(curves, 64), 64)
+    figure = sweep_curves.draw_perplexity(curves, shares(curves, 64), 64)
     [axes] = figure.axes
     drawn = lines(axes)
     assert drawn["alibi"] == {64: 51.0, 128: 43.0} and drawn["rope"] == {64: 60.0, 128: 63.0}
@@ -97,7 +97,7 @@ def test_perplexity_is_the_mean_with_bars_over_the_seeds():
     [bars] = axes.collections  # of alibi alone: rope has one seed
     spans = [sorted(point[1] for point in bar) for bar in bars.get_segments()]
     assert spans == [pytest.approx([50, 52]), pytest.approx([40, 46])]
-    assert bars.get_colors()[0][:3].tolist() == pytest.approx(to_rgb(style.looks(["alibi"])["alibi"].colour))
+    assert bars.get_colors()[0][:3].tolist() == pytest.approx(to_rgb(style.assign_looks(["alibi"])["alibi"].colour))
     assert axes.get_title() == "mean of 1 or 2 seeds; bars: least to largest"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["64", "128"]
     assert axes.get_legend() is None and {text.get_text() for text in axes.texts} == {"alibi", "rope", "trained at 64"}
@@ -105,7 +105,7 @@ def test_perplexity_is_the_mean_with_bars_over_the_seeds():
 
 def test_mean_perplexity_is_sorted_with_a_line_over_the_seeds():
     values = {"rope": [60.0], "alibi": [50.0, 52.0], "type1": [49.0, 57.0]}
-    [axes] = sweep_curves.mean_perplexity(values, [64, 128, 256]).axes
+    [axes] = sweep_curves.draw_mean_perplexity(values, [64, 128, 256]).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["alibi", "type1", "rope"]
     points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_label() in values}
     assert points == {"alibi": [[51, 0]], "type1": [[53, 1]], "rope": [[60, 2]]}
@@ -114,7 +114,7 @@ def test_mean_perplexity_is_sorted_with_a_line_over_the_seeds():
     assert [text.get_text() for text in axes.texts] == ["51.00", "53.00", "60.00"]
     assert axes.get_title() == "3 lengths, 64 to 256 tokens\nmean of 1 or 2 seeds; bars: least to largest"
     assert axes.get_xscale() == "linear" and axes.get_ylim() == (2.5, -0.5)
-    [wide] = sweep_curves.mean_perplexity({"rope": [9000.0], "alibi": [50.0]}, [64, 128]).axes
+    [wide] = sweep_curves.draw_mean_perplexity({"rope": [9000.0], "alibi": [50.0]}, [64, 128]).axes
     assert wide.get_xscale() == "log" and wide.get_title() == "2 lengths, 64 to 128 tokens"
 
 
@@ -127,7 +127,7 @@ EXPLODING = {
 
 
 def test_a_curve_that_squashes_the_rest_gives_a_second_panel_of_ratios():
-    figure = sweep_curves.perplexity(EXPLODING, shares(EXPLODING, 64), 64)
+    figure = sweep_curves.draw_perplexity(EXPLODING, shares(EXPLODING, 64), 64)
     above, below = figure.axes
     assert above.get_yscale() == "log" and below.get_yscale() == "linear"
     assert lines(below)["alibi"] == pytest.approx({64: 1.0, 128: 48 / 49, 256: 47.5 / 49})
@@ -139,17 +139,17 @@ def test_a_curve_that_squashes_the_rest_gives_a_second_panel_of_ratios():
     ((x, y),) = mark.get_xydata()
     part = (high - 1) / (400 / 53 - 1)  # along the line from 64 to 128, straight over log2
     assert (x, y) == (pytest.approx(64 * 2**part), 1.0)
-    assert (mark.get_marker(), mark.get_color()) == ("^", style.looks(["sinusoidal"])["sinusoidal"].colour)
+    assert (mark.get_marker(), mark.get_color()) == ("^", style.assign_looks(["sinusoidal"])["sinusoidal"].colour)
     assert "64" in below.get_ylabel() and "▲" in below.get_title()
 
 
 def test_no_second_panel_where_nothing_is_squashed_or_the_training_length_was_not_measured():
     plain = {"a": {8: [50.0], 16: [52.0]}, "b": {8: [51.0], 16: [54.0]}, "c": {8: [52.0], 16: [57.0]}}
-    assert len(sweep_curves.perplexity(plain, shares(plain, 8), 8).axes) == 1
-    [axes] = sweep_curves.perplexity(EXPLODING, {name: {} for name in EXPLODING}, 32).axes
+    assert len(sweep_curves.draw_perplexity(plain, shares(plain, 8), 8).axes) == 1
+    [axes] = sweep_curves.draw_perplexity(EXPLODING, {name: {} for name in EXPLODING}, 32).axes
     assert axes.get_yscale() == "log"
     one = {"alibi": {64: [49.0]}}
-    assert len(sweep_curves.perplexity(one, shares(one, 64), 64).axes) == 1
+    assert len(sweep_curves.draw_perplexity(one, shares(one, 64), 64).axes) == 1
 
 
 def boxes(figure, axes):
@@ -161,10 +161,10 @@ def boxes(figure, axes):
 
 
 def test_names_stand_at_the_ends_and_never_on_each_other():
-    others = [name for name in SPECS if name not in EXPLODING][: MOST_LINES - len(EXPLODING)]
+    others = [name for name in SPECS if name not in EXPLODING][: MAX_LINES - len(EXPLODING)]
     near = {name: {64: [50.0], 128: [50 + k / 99]} for k, name in enumerate(others)} | EXPLODING
     near["sinusoidal"] = {64: [50.0], 128: [80.0]}
-    figure = sweep_curves.perplexity(near, shares(near, 64), 64)
+    figure = sweep_curves.draw_perplexity(near, shares(near, 64), 64)
     for axes in figure.axes:
         found, panel = boxes(figure, axes), axes.get_window_extent()
         assert len(found) == len(near)
@@ -181,7 +181,7 @@ def test_names_stand_at_the_ends_and_never_on_each_other():
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.floats(0, 1), max_size=12).map(sorted), st.floats(0.01, 0.3), st.data())
 def test_places_are_the_nearest_that_are_apart(wanted, apart, data):
-    found = spread(wanted, apart)
+    found = spread_labels(wanted, apart)
     assert len(found) == len(wanted) and all(b - a >= apart - 1e-9 for a, b in pairwise(found))
     free = 1 - apart * (len(wanted) - 1)
     if not wanted or free < 0:
@@ -199,18 +199,18 @@ def test_places_are_the_nearest_that_are_apart(wanted, apart, data):
 
 def test_training_is_drawn_whole_and_its_second_half_again():
     curves = [("alibi", {25: 9.0, 50: 8.0, 100: 7.0}), ("alibi", {25: 9.5, 100: 7.5})]
-    whole, late = sweep_curves.training(curves).axes
+    whole, late = sweep_curves.draw_training_loss(curves).axes
     first, second = (line.get_xydata().tolist() for line in whole.lines)
     assert (first, second) == ([[25, 9], [50, 8], [100, 7]], [[25, 9.5], [100, 7.5]])
     assert [line.get_xydata().tolist() for line in late.lines] == [[[50, 8], [100, 7]], [[100, 7.5]]]
     assert len({line.get_color() for line in whole.lines}) == 1
-    [axes] = sweep_curves.positions({"alibi": {0: 9.0, 3: 7.0}}).axes
+    [axes] = sweep_curves.draw_loss_by_position({"alibi": {0: 9.0, 3: 7.0}}).axes
     assert lines(axes) == {"alibi": {1: 9.0, 4: 7.0}}  # positions are counted from one
 
 
 def test_exact_match_has_a_panel_for_each_task():
     curves = {"copy": {"rope": {2: [100.0, 50.0], 9: [25.0, 25.0]}}, "sort": {"rope": {2: [80.0]}, "nope": {2: [0.0]}}}
-    figure = sweep_curves.exact_match(curves, {"copy": 5, "sort": 4})
+    figure = sweep_curves.draw_exact_match(curves, {"copy": 5, "sort": 4})
     copy, sort = panels(figure)
     assert (copy.get_title(), sort.get_title()) == ("copy\nmean of 2 seeds; bars: least to largest", "sort")
     drawn = {name: points for name, points in lines(copy).items() if not name.startswith("_")}
@@ -223,10 +223,10 @@ def test_exact_match_has_a_panel_for_each_task():
 
 def test_markers_of_equal_lines_are_apart_and_many_points_are_shaded_rather_than_barred():
     curve = {n: [100.0] for n in range(2, 60)}
-    [axes] = sweep_curves.exact_match({"copy": {"rope": curve, "interpolation": curve}}, {"copy": 20}).axes
+    [axes] = sweep_curves.draw_exact_match({"copy": {"rope": curve, "interpolation": curve}}, {"copy": 20}).axes
     (first, every), (second, _) = (line.get_markevery() for line in axes.lines)
     assert (second - first) % every
-    [axes] = sweep_curves.exact_match({"copy": {"rope": {n: [9.0, 11.0] for n in range(2, 60)}}}, {"copy": 9}).axes
+    [axes] = sweep_curves.draw_exact_match({"copy": {"rope": {n: [9.0, 11.0] for n in range(2, 60)}}}, {"copy": 9}).axes
     assert axes.get_title().endswith("mean of 2 seeds; shaded: least to largest")
     [band] = axes.collections
     assert {y for _, y in band.get_paths()[0].vertices} == {9, 11}
@@ -234,7 +234,7 @@ def test_markers_of_equal_lines_are_apart_and_many_points_are_shaded_rather_than
 
 def test_profiles_keep_heads_and_distances_and_heads_have_colours_of_their_own():
     values = {name: build(name, 5, 160).bias_profile(40) for name in ("type2", "inv_n")}
-    figure = drawings.profiles(values)
+    figure = drawings.draw_profiles(values)
     [bar] = [axes for axes in figure.axes if axes.get_ylabel() == "head"]
     [mesh] = [one for one in bar.collections if isinstance(one, QuadMesh)]
     mesh.update_scalarmappable()
@@ -254,31 +254,31 @@ def test_times_have_a_panel_for_each_encoding_and_one_scale():
         for step in ("forward", "training")
         for n in (16, 32)
     ]
-    figure = timing.of_attention([Timing(LIMIT, "sdpa", "forward", 16, 1, 1, 1, 1), *rows], "a machine")
+    figure = timing.draw_attention_timing([Timing(BASELINE, "sdpa", "forward", 16, 1, 1, 1, 1), *rows], "a machine")
     alibi, fire, *training = figure.axes
     assert [axes.get_title() for axes in (alibi, fire)] == ["alibi", "fire"] and len(training) == 2
     assert {axes.get_ylim() for axes in figure.axes} == {alibi.get_ylim()}
     sdpa, flex = (line for line in alibi.lines if len(line.get_xdata()) == 2 and line.get_marker() != "None")
     assert [line.get_ydata().tolist() for line in (sdpa, flex)] == [[16, 32], [32, 64]]
-    own = style.looks(["alibi"])["alibi"].colour
+    own = style.assign_looks(["alibi"])["alibi"].colour
     assert sdpa.get_color() == flex.get_color() == own and sdpa.get_marker() != flex.get_marker()
     assert fire.lines[-1].get_marker() == sdpa.get_marker() and fire.lines[-1].get_color() != own
 
 
 def test_encodings_keep_their_looks_and_never_share_one():
     known = list(SPECS)  # the built-in ones: other tests may have registered more
-    alone = {name: style.looks([name])[name] for name in known}
-    others = ["type1:form=paper", *(f"e{i}" for i in range(20))]
-    together = style.looks([*others, *reversed(known)])
+    alone = {name: style.assign_looks([name])[name] for name in known}
+    others = ["type1:variant=paper", *(f"e{i}" for i in range(20))]
+    together = style.assign_looks([*others, *reversed(known)])
     assert all(together[name] == alone[name] for name in known)
     assert len({look[:2] for look in together.values()}) == len(known) + len(others)
-    assert together["type1:form=paper"].colour == alone["type1"].colour
+    assert together["type1:variant=paper"].colour == alone["type1"].colour
     assert {look.colour for look in together.values()} <= set(style.PALETTE)
 
 
 def test_what_is_compared_is_told_apart_also_without_colours():
-    encodings_own = {look.colour for look in style.looks(list(SPECS)).values()}
-    moved = style.looks(["rope", "interpolation", "warping", "randomized"])
+    encodings_own = {look.colour for look in style.assign_looks(list(SPECS)).values()}
+    moved = style.assign_looks(["rope", "interpolation", "warping", "randomized"])
     assert len({look.colour for look in moved.values()}) == 4
     assert not encodings_own & {moved[name].colour for name in ("interpolation", "warping", "randomized")}
     for names in (
@@ -286,7 +286,7 @@ def test_what_is_compared_is_told_apart_also_without_colours():
         ("sinusoidal", "alibi", "type1", "inv_n"),
         ("type1", "type2", "kerple_log", "kerple_power", "fire", "t5_bias", "inv_n"),
     ):
-        assert len({(look.marker, str(look.dashes)) for look in style.looks(names).values()}) == len(names)
+        assert len({(look.marker, str(look.dashes)) for look in style.assign_looks(names).values()}) == len(names)
 
 
 @pytest.fixture
@@ -311,34 +311,39 @@ def named(*stems: str) -> list[str]:
 def test_command_on_all_encodings(tmp_path, monkeypatch, saved):
     # other tests may have registered encodings of their own
     monkeypatch.setattr(encodings, "names", lambda: list(SPECS))
-    shown = spy(monkeypatch, "profiles")
+    shown = spy(monkeypatch, "draw_profiles")
     output = run_here("figures", "--out", tmp_path, "--length", "48", "--heads", "2", "--head", "2").stdout
     assert saved == named("heat_maps", "profiles", "profiles_compared", "trf")
     assert "not drawn, perplexity: needs --sweep" in output and str(tmp_path / "heat_maps.png") in output
     none = {"nope", "sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "bipe", "complex", "floater"}
     # every built-in encoding with a bias
-    assert {name.partition(":")[0] for name in shown[0]} == set(SPECS) - none - {*LONGER, *CONTENT}
+    assert {name.partition(":")[0] for name in shown[0]} == set(SPECS) - none - {*REGION_ROPES, *CONTENT}
     assert all(profile.shape == (2, 48) for profile in shown[0].values())
 
 
 @pytest.fixture
 def sweep(tmp_path):
     """A folder as a sweep leaves it: kerple_log and fire of two layers, one method without bias."""
-    state = {"settings": {"tokens": 16, "subset": "test"}, "encodings": ["kerple_log", "fire", "rope"], "seeds": [3]}
+    state = {
+        "layout": 2,
+        "settings": {"tokens": 16, "split": "test"},
+        "encodings": ["kerple_log", "fire", "rope"],
+        "seeds": [3],
+    }
     (tmp_path / "sweep.json").write_text(json.dumps(state))
     for name, layers in (("kerple_log", 1), ("fire", 2), ("rope", 1)):
         folder = tmp_path / "runs" / Method(name, name).run_name(3)
         change = p_of_heads(0.9, 1.5, 2.0, 3.0) if name == "kerple_log" else None
         save_checkpoint(folder, name, layers, change)
-        (folder / "checkpoints" / "run.json").write_text(json.dumps({"finished": {"checkpoint": "c"}}))
-        given = {"checkpoint": "c", "subset": "test", "tokens": 9, "loss_base2": 1.0}
+        (folder / "checkpoints" / "run.json").write_text(json.dumps({"layout": 2, "finished": {"checkpoint": "c"}}))
+        given = {"checkpoint": "c", "split": "test", "tokens": 9, "loss_base2": 1.0}
         rows = [{**given, "length": n, "ppl": 9.0 + n / 99} for n in (16, 32)]
         (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
 
 def test_command_on_a_sweep_uses_what_was_learned(sweep, monkeypatch, saved):
-    shown, asked = spy(monkeypatch, "profiles"), spy(monkeypatch, "of_queries")
+    shown, asked = spy(monkeypatch, "draw_profiles"), spy(monkeypatch, "draw_query_biases")
     output = run_here("figures", "--sweep", sweep, "--seed", "3", "--length", "40").stdout
     expected = ("heat_maps", "profiles", "profiles_compared", "trf", "ppl", "ppl_mean", "queries-fire-seed3")
     assert saved == named(*expected) and "not drawn, biases over training" in output
@@ -368,7 +373,7 @@ def stir(encoding):
 
 def of_checkpoint(path, queries=(), layers=()):
     """Of each panel its title and its lines: (key positions, values) of each head."""
-    figure = figure_gallery.of_checkpoint(path, queries, layers)
+    figure = figure_gallery.draw_query_biases(path, queries, layers)
     return {axes.get_title(): [line.get_data() for line in axes.lines] for axes in panels(figure)}
 
 
@@ -435,7 +440,7 @@ def test_a_folder_of_questions_is_refused_before_anything_is_drawn(sweep, capsys
     (sweep / "asked").mkdir()
     (sweep / "asked" / "answers.json").write_text("{}")
     before = sorted(sweep.rglob("*"))
-    monkeypatch.setattr(figure_gallery, "draw", None)
+    monkeypatch.setattr(figure_gallery, "draw_gallery", None)
     argv = ["figures", "--sweep", str(sweep), "--seed", "3", "--data", str(sweep / "asked")]
     said = error_of(capsys, *argv)
     assert f"{sweep / 'asked'} holds questions, which are not one text: name a folder of fairseq-rpe prepare" in said
@@ -444,12 +449,12 @@ def test_a_folder_of_questions_is_refused_before_anything_is_drawn(sweep, capsys
 
 def test_at_most_nine_lengths_have_numbers():
     axes = Figure().subplots()
-    style.lengths_along(axes, [2**k for k in range(10)])
+    style.set_length_axis(axes, [2**k for k in range(10)])
     named = [label.get_text() for label in axes.get_xticklabels()]
     assert named == ["", "2", "", "8", "", "32", "", "128", "", "512"]
 
 
 def test_maps_of_exact_answers_name_task_and_seeds_alone():
-    curves = {f"rope:base={k}": {2: [80.0, 90.0], 9: [20.0, 30.0]} for k in range(MOST_LINES + 1)}
-    [axes] = panels(sweep_curves.exact_match({"copy": curves}, {"copy": 5}))
+    curves = {f"rope:base={k}": {2: [80.0, 90.0], 9: [20.0, 30.0]} for k in range(MAX_LINES + 1)}
+    [axes] = panels(sweep_curves.draw_exact_match({"copy": curves}, {"copy": 5}))
     assert axes.get_title() == "copy\nmean of 2 seeds"  # a map has no bars to explain

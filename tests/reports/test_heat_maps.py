@@ -10,7 +10,7 @@ import pytest
 from conftest import run_here
 from pages import skip_drawing
 
-from fairseq_rpe.figures.needle_heatmaps import heat_maps
+from fairseq_rpe.figures.heat_maps import draw_needle_maps
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
@@ -33,11 +33,13 @@ def no_other_figures(monkeypatch) -> None:
 
 def write_sweep(folder: Path, names, task: str | None = None, **state) -> dict[str, RunFolder]:
     """A finished sweep without results; its runs."""
-    settings = {"tokens": None if task else 64, "subset": "test", "updates": 75}
-    files.write_json(folder / "sweep.json", {"settings": settings, "encodings": [*names], "seeds": [1], **state})
-    runs = {name: SweepFolder(folder).run_of(Method(name, name), 1, task) for name in names}
+    settings = {"tokens": None if task else 64, "split": "test", "updates": 75}
+    files.write_json(
+        folder / "sweep.json", {"layout": 2, "settings": settings, "encodings": [*names], "seeds": [1], **state}
+    )
+    runs = {name: SweepFolder(folder).run_folder(Method(name, name), 1, task) for name in names}
     for run in runs.values():
-        files.write_json(run.checkpoints.record_path, {"finished": {"checkpoint": "c"}})
+        files.write_json(run.checkpoints.record_path, {"layout": 2, "finished": {"checkpoint": "c"}})
     return runs
 
 
@@ -60,7 +62,7 @@ def read(tmp_path) -> Path:
     folder = tmp_path / "read"
     for name, run in write_sweep(folder, PPL, lengths=[64, 256]).items():
         for n, ppl in PPL[name].items():
-            row = {"checkpoint": "c", "subset": "test", "length": n, "ppl": ppl, "loss_base2": 5.5, "tokens": 999}
+            row = {"checkpoint": "c", "split": "test", "length": n, "ppl": ppl, "loss_base2": 5.5, "tokens": 999}
             files.append_json_line(run.results, row)
     return folder
 
@@ -72,7 +74,7 @@ def lines_of(text: str, name: str) -> list[list[str]]:
 
 
 def test_report_of_a_task_with_depths(sought):
-    assert report_files.text(SweepFolder(sought)) is None
+    assert report_files.current_summary(SweepFolder(sought)) is None
     said = run_here("report", sought).stdout
     assert f"heat map:    {sought / 'depths.png'}" in said and (sought / "depths.pdf").exists()
     text = (sought / "accuracy.md").read_text()
@@ -92,17 +94,21 @@ def test_report_of_a_task_with_depths(sought):
     expected = [(name, n, counts) for name, lengths in RIGHT.items() for n, counts in lengths.items()]
     assert rows == [(*of, d, r) for *of, counts in expected for d, r in zip((0, 0.5, 1), counts, strict=True)]
     page = (sought / "report.html").read_text()
-    assert "Found at every depth?" in page and "alibi: up to 128 tokens" in page and "number of tokens" in page
-    assert report_files.text(SweepFolder(sought)) == said.removesuffix("\n")
+    assert (
+        "Is the answer found at every depth?" in page
+        and "alibi: up to 128 tokens" in page
+        and "number of tokens" in page
+    )
+    assert report_files.current_summary(SweepFolder(sought)) == said.removesuffix("\n")
     (sought / "depths.png").unlink()
-    assert report_files.text(SweepFolder(sought)) is None
+    assert report_files.current_summary(SweepFolder(sought)) is None
 
 
 def test_perplexity_beside_retrieval(read, sought, tmp_path):
     """ALiBi extrapolates and does not find what is far away; kerple_log does both; of rope no retrieval is known."""
     out = tmp_path / "both.html"
     said = run_here("report", read, sought, "--out", out).stdout
-    joint = said[said.index("Perplexity beside retrieval") :]
+    joint = said[said.index("Perplexity and retrieval") :]
     alibi = ["alibi", "-0.020", "yes", "yes", "100", "20", "128 tokens", "no"]
     assert lines_of(joint, "alibi") == [alibi] and not lines_of(joint, "rope") and not lines_of(joint, "nope")
     assert lines_of(joint, "kerple_log") == [["kerple_log", "+0.010", "yes", "yes", "90", "90", "256 tokens", "yes"]]
@@ -110,24 +116,24 @@ def test_perplexity_beside_retrieval(read, sought, tmp_path):
     for words in ("and fails at retrieval: alibi.", "and retrieves: kerple_log."):
         text = f"Extrapolates by perplexity {words}"
         assert text in joint and text in page
-    assert "read beside sought" in page
-    assert "beside retrieval" not in run_here("report", sought).stdout  # nothing to join
+    assert "read and sought" in page
+    assert "Perplexity and retrieval" not in run_here("report", sought).stdout  # nothing to join
 
 
 def test_what_was_not_learned_has_no_verdict(read, sought):
-    results = SweepFolder(sought).run_of(Method("alibi", "alibi"), 1, TASK).results
+    results = SweepFolder(sought).run_folder(Method("alibi", "alibi"), 1, TASK).results
     rows = files.read_json_lines(results)
     results.unlink()
     for row in rows:
         files.append_json_line(results, {**row, **({"right": 2, "accuracy": 0.1} if row["length"] == 64 else {})})
     said = run_here("report", read, sought).stdout
-    assert "No verdict on retrieval, below 90 % at trained lengths already: alibi." in said
+    assert "No verdict on retrieval, because accuracy at trained lengths is below 90 %: alibi." in said
     assert lines_of(said, "alibi")[-1][-2:] == ["none", "no verdict"]
 
 
 def test_the_heat_map_shows_the_numbers():
     grid = {(64, 0.0): 100.0, (64, 1.0): 50.0, (128, 1.0): 25.0}
-    figure = heat_maps({"passkey": {"alibi": grid, "rope": grid}}, {"passkey": 64})
+    figure = draw_needle_maps({"passkey": {"alibi": grid, "rope": grid}}, {"passkey": 64})
     panels = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in panels] == ["alibi", "rope"]
     shown = np.ma.filled(np.ma.masked_invalid(panels[0].images[0].get_array()), -1)

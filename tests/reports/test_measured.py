@@ -20,7 +20,7 @@ def no_drawing(monkeypatch) -> None:
 
 
 def results(ppl, data="d", lengths=(64, 128, 256), **more) -> list[TextResult]:
-    of = {"checkpoint": "c", "data": data, "subset": "test", "tokens": 1000, "loss_base2": 3.0, **more}
+    of = {"checkpoint": "c", "data": data, "split": "test", "tokens": 1000, "loss_base2": 3.0, **more}
     return [TextResult(length=n, ppl=p, **of) for n, p in zip(lengths, ppl, strict=True)]
 
 
@@ -47,7 +47,7 @@ def test_files_and_numbers(tmp_path):
 def test_moved_positions_have_no_verdict(tmp_path):
     rows = {"moved": results((10.0, 9.9, 9.8), encoding="alibi", positions="interpolate:ratio=0.5")}
     text = write_report(rows, tmp_path, 64, encodings={"moved": [build("alibi", 4, 32)]}).text
-    assert "positions are moved" in text
+    assert "positions are transformed" in text
 
 
 USUAL = results((1.0, 2.0, 3.0))
@@ -65,8 +65,8 @@ USUAL = results((1.0, 2.0, 3.0))
             ({"rows": {"a": results((10.0, ppl, 9.0))}}, "'a'.*ppl.*128.*at least 1")
             for ppl in (math.nan, math.inf, 0.5)
         ),
-        ({"trained_at": 0}, "trained_at must be .* 1, not 0"),
-        ({"trained_at": 64.0}, "trained_at must be an integer"),
+        ({"train_length": 0}, "train_length must be .* 1, not 0"),
+        ({"train_length": 64.0}, "train_length must be an integer"),
         ({"delta": 0.0}, "delta must be .* above 0"),
         ({"delta": math.nan}, "delta must be a finite number"),
         ({"width": "huge"}, "width must be one of 'column', 'page' or None, not 'huge'"),
@@ -79,7 +79,7 @@ USUAL = results((1.0, 2.0, 3.0))
 )
 def test_arguments_that_make_no_sense_are_refused(given, words, tmp_path):
     with refused(words):
-        write_report(**{"rows": {"a": USUAL}, "trained_at": 64, **given}, folder=tmp_path / "out")
+        write_report(**{"rows": {"a": USUAL}, "train_length": 64, **given}, folder=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -13,15 +13,15 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from specs import SPECS
 
-from fairseq_rpe.analysis.bias_map import bias_map
-from fairseq_rpe.analysis.empirical_receptive_field import quantised
+from fairseq_rpe.analysis.bias_snapshots import bias_map
+from fairseq_rpe.analysis.empirical_receptive_field import quantised_curve
 from fairseq_rpe.analysis.speed import Timing
 from fairseq_rpe.cli.main import COMMANDS, build_parser
 from fairseq_rpe.encodings import build
 from fairseq_rpe.figures import (
     WIDTHS,
     biases,
-    method_maps,
+    heat_maps,
     receptive_fields,
     score_curves,
     style,
@@ -29,23 +29,24 @@ from fairseq_rpe.figures import (
     timing,
     warping,
 )
-from fairseq_rpe.figures.method_maps import MOST_LINES
+from fairseq_rpe.figures.heat_maps import MAX_LINES
 
 LENGTHS = (64, 128, 256)
-FEW, MANY = ([f"method{k}" for k in range(count)] for count in (MOST_LINES, MOST_LINES + 1))
+FEW, MANY = ([f"method{k}" for k in range(count)] for count in (MAX_LINES, MAX_LINES + 1))
 
 
 def curves(names) -> dict[str, dict[int, list[float]]]:
     return {name: {n: [50.0 + k + i, 52.0 + k + i] for i, n in enumerate(LENGTHS)} for k, name in enumerate(names)}
 
 
-def masses(names) -> list[receptive_fields.Mass]:
+def masses(names) -> list[receptive_fields.AttentionMass]:
     def weights(k: int) -> torch.Tensor:
         slopes = torch.tensor([[0.1], [0.4]], dtype=torch.float64) * (k + 1)
         return (-slopes * torch.arange(32)).softmax(-1)[None]
 
     return [
-        receptive_fields.Mass(name, 16, weights(k), weights(k), series=weights(2 * k)) for k, name in enumerate(names)
+        receptive_fields.AttentionMass(name, 16, weights(k), weights(k), series=weights(2 * k))
+        for k, name in enumerate(names)
     ]
 
 
@@ -59,25 +60,27 @@ def comparisons(names: Iterable[str]) -> dict[str, Callable[[], Figure]]:
     losses = [(name, {5: 9.0 - k / 9, 10: 8.0 - k / 9}) for name, k in number.items()]
     profiles = {name: -0.01 * (k + 1) * torch.arange(99.0) for name, k in number.items()}
     fields_of = {name: [(epsilons, (k + 2) / epsilons)] for name, k in number.items()}
-    windows = [timing.Timed(name, "plain", w, w + 9.0, w) for name in names for w in (8, 16)]
+    windows = [timing.WindowTiming(name, "plain", w, w + 9.0, w) for name in names for w in (8, 16)]
     models = [Timing(name, "auto", "inference", 16, 3.0, 1, 2, 4) for name in names]
     return {
-        "perplexity": lambda: sweep_curves.perplexity(ppl, ratios, 64),
-        "exact match": lambda: sweep_curves.exact_match({"copy": ppl}, {"copy": 64}),
-        "training": lambda: sweep_curves.training(losses),
-        "positions": lambda: sweep_curves.positions({name: {0: 9.0, 3: 7.0 - k / 9} for name, k in number.items()}),
-        "scores": lambda: score_curves.over_length({("set", "F1"): ppl}, 64, {}),
-        "sets": lambda: score_curves.by_set(sets, "accuracy"),
-        "profiles": lambda: biases.compared(profiles, 1),
-        "trf": lambda: receptive_fields.theoretical(fields_of),
-        "erf": lambda: receptive_fields.empirical(masses(names), [0.5, 0.1]),
-        "quantised erf": lambda: receptive_fields.empirical_quantised(masses(names)),
-        "erf beside trf": lambda: receptive_fields.paired(masses(names)),
-        "delta": lambda: receptive_fields.truncated(
-            [receptive_fields.Lost(name, 16, 32, [1, 2, 4], delta, 2 * delta) for name in names]
+        "perplexity": lambda: sweep_curves.draw_perplexity(ppl, ratios, 64),
+        "exact match": lambda: sweep_curves.draw_exact_match({"copy": ppl}, {"copy": 64}),
+        "training": lambda: sweep_curves.draw_training_loss(losses),
+        "positions": lambda: sweep_curves.draw_loss_by_position(
+            {name: {0: 9.0, 3: 7.0 - k / 9} for name, k in number.items()}
         ),
-        "windows": lambda: timing.of_windows(windows, 1, 4, [8]),
-        "models": lambda: timing.of_models(models, "machine"),
+        "scores": lambda: score_curves.draw_scores_over_length({("set", "F1"): ppl}, 64, {}),
+        "sets": lambda: score_curves.draw_scores_by_set(sets, "accuracy"),
+        "profiles": lambda: biases.draw_weight_comparison(profiles, 1),
+        "trf": lambda: receptive_fields.draw_theoretical(fields_of),
+        "erf": lambda: receptive_fields.draw_empirical(masses(names), [0.5, 0.1]),
+        "quantised erf": lambda: receptive_fields.draw_empirical_quantised(masses(names)),
+        "erf beside trf": lambda: receptive_fields.draw_empirical_and_theoretical(masses(names)),
+        "delta": lambda: receptive_fields.draw_truncation_errors(
+            [receptive_fields.TruncationErrors(name, 16, 32, [1, 2, 4], delta, 2 * delta) for name in names]
+        ),
+        "windows": lambda: timing.draw_window_timing(windows, 1, 4, [8]),
+        "models": lambda: timing.draw_model_timing(models, "machine"),
     }
 
 
@@ -105,7 +108,7 @@ def test_pdfs_embed_truetype_fonts_of_every_letter(tmp_path):
 
 def test_ticks_have_no_offset():
     near = {"alibi": {0: 100_000.001, 9: 100_000.003}}
-    figure = sweep_curves.positions(near)
+    figure = sweep_curves.draw_loss_by_position(near)
     figure.draw_without_rendering()
     [axes] = figure.axes
     assert axes.yaxis.get_offset_text().get_text() == ""
@@ -118,15 +121,20 @@ def letters(figure: Figure) -> list[Text]:
 
 def test_an_encoding_looks_the_same_in_every_figure_and_print_is_legible():
     names = ("alibi", "type1", "type2", "fire")
-    looks, seen = style.looks(list(SPECS)), set()
+    looks, seen = style.assign_looks(list(SPECS)), set()
     made = {name: build(name, 4, 64) for name in names}
     profiles = {name: encoding.bias_profile(64) for name, encoding in made.items()}
     named = {what: draw() for what, draw in comparisons(names).items()}
     assert not any(axes.images for figure in named.values() for axes in figure.axes)  # lines of up to twelve methods
-    named["mean"] = sweep_curves.mean_perplexity({name: [50.0 + k, 51.0] for k, name in enumerate(names)}, [64, 128])
-    named |= {"of distance": biases.profiles(profiles), "heads": biases.of_heads(profiles["alibi"], "alibi")}
-    named["queries"] = biases.of_queries({i: torch.randn(2, 3, i + 1) for i in (4, 9)}, "fire")
-    named["maps"] = biases.heat_maps({name: bias_map(own, 9, [1])[0][0] for name, own in made.items()}, 1, 2)
+    named["mean"] = sweep_curves.draw_mean_perplexity(
+        {name: [50.0 + k, 51.0] for k, name in enumerate(names)}, [64, 128]
+    )
+    named |= {
+        "of distance": biases.draw_profiles(profiles),
+        "heads": biases.draw_head_profiles(profiles["alibi"], "alibi"),
+    }
+    named["queries"] = biases.draw_query_biases({i: torch.randn(2, 3, i + 1) for i in (4, 9)}, "fire")
+    named["maps"] = biases.draw_bias_maps({name: bias_map(own, 9, [1])[0][0] for name, own in made.items()}, 1, 2)
     for what, figure in named.items():
         assert figure.get_figwidth() <= style.PAGE and min(text.get_fontsize() for text in letters(figure)) >= 7
         for line in (line for axes in figure.axes for line in axes.lines if line.get_label() in names):
@@ -147,7 +155,7 @@ def test_an_encoding_looks_the_same_in_every_figure_and_print_is_legible():
 
 def test_the_cells_of_a_heat_map_are_the_means_and_the_lowest_perplexity_is_first():
     ppl = curves(reversed(MANY))
-    figure = sweep_curves.perplexity(ppl, {name: {} for name in ppl}, 64)
+    figure = sweep_curves.draw_perplexity(ppl, {name: {} for name in ppl}, 64)
     axes = figure.axes[0]
     assert rows_of(figure) == list(ppl)
     cells = {(round(t.get_position()[1]), round(t.get_position()[0])): t.get_text() for t in axes.texts}
@@ -161,12 +169,12 @@ def test_the_cells_of_a_heat_map_are_the_means_and_the_lowest_perplexity_is_firs
 
 
 def test_what_is_not_known_is_grey_and_other_places_are_interpolated():
-    _, (axes,) = method_maps.map_panels(1, 1, 2)
+    _, (axes,) = heat_maps.map_panels(1, 1, 2)
     rows = {"a": {0: 0.0, 10: 10.0}, "b": {5: 1.0}}
-    method_maps.draw_map(axes, rows, method_maps.scale_of(rows), continuous=True)
+    heat_maps.draw_map(axes, rows, heat_maps.colour_norm(rows), continuous=True)
     first, second = axes.images[0].get_array()
     assert first.tolist() == [0, 5, 10] and second.tolist() == [None, 1.0, None]
-    shown = [method_maps.short(v) for v in (47.51, 50.0, 1234.4, 91_000.0, 0.001)]
+    shown = [heat_maps.format_short(v) for v in (47.51, 50.0, 1234.4, 91_000.0, 0.001)]
     assert shown == ["47.5", "50.0", "1234", "9.1e4", "0.001"]
 
 
@@ -186,16 +194,16 @@ def check_fits(figure: Figure, name: str, what: str) -> None:
 
 @pytest.mark.parametrize("name", WIDTHS)
 def test_every_figure_fits_the_width_of_a_paper(name):
-    with style.drawn_at(name):
+    with style.figures_at_width(name):
         made = comparisons(FEW[:4])
         named = {what: made[what]() for what in (made if name == "column" else WIDE)}  # a page has more room
-        setting = warping.Setting(20)
+        setting = warping.WarpSetting(20)
         stems = ("figure-2-raw-attention", "figure-A-interpolation", "sensitivity-at-the-end")
         for stem in stems if name == "column" else stems[:1]:
             compute, draw = warping.FIGURES[stem]
             named[stem] = draw(setting, compute(setting))
         maps = {spec: bias_map(build(spec, 4, 64), 9, [1])[0][0] for spec in ("alibi", "type1", "t5_bias")}
-        named["heat maps"] = biases.heat_maps(maps, 1, 2)
+        named["heat maps"] = biases.draw_bias_maps(maps, 1, 2)
         for what, figure in named.items():
             check_fits(figure, name, what)
     figure, _ = style.panels(1, 1, (4.0, 3.0))
@@ -204,7 +212,7 @@ def test_every_figure_fits_the_width_of_a_paper(name):
 
 def test_more_than_twelve_methods_have_rows_that_fit():
     assert len(FEW) == 12 and len(lines_of(comparisons(FEW)["profiles"](), FEW)) == 12
-    with style.drawn_at("column"):
+    with style.figures_at_width("column"):
         for what, draw in comparisons(MANY).items():
             figure = draw()
             if what in ("perplexity", "sets", "delta", "windows", "models"):
@@ -217,7 +225,7 @@ def test_more_than_twelve_methods_have_rows_that_fit():
 
 
 def test_a_name_that_is_wider_than_its_panel_is_broken(tmp_path):
-    with style.drawn_at("column"):
+    with style.figures_at_width("column"):
         figure, (axes,) = style.panels(1, 1, (9, 3))
         axes.set_xlabel("a quantity with a name that no column of a paper has room for (tokens)")
         style.save(figure, tmp_path / "figure.png", dpi=20)
@@ -226,9 +234,9 @@ def test_a_name_that_is_wider_than_its_panel_is_broken(tmp_path):
 
 def test_titles_of_long_specs_overlap_nothing():
     specs = [f"fire:exact=true,hidden={k}" for k in range(4)] + [f"t5_bias:max_distance={k}" for k in (99, 128, 256)]
-    with style.drawn_at("column"):
+    with style.figures_at_width("column"):
         others = [f"alibi{k}" for k in range(7)]
-        figure = biases.heat_maps({spec: torch.zeros(9, 9) for spec in [*specs, *others]}, 1, 1)
+        figure = biases.draw_bias_maps({spec: torch.zeros(9, 9) for spec in [*specs, *others]}, 1, 1)
         style.fit_texts(figure)
         figure.draw_without_rendering()
     *panels, bar = [axes for axes in figure.axes if axes.get_visible()]
@@ -238,11 +246,11 @@ def test_titles_of_long_specs_overlap_nothing():
 
 
 def test_a_legend_has_as_many_columns_as_fit():
-    with style.drawn_at("column"):
+    with style.figures_at_width("column"):
         figure, (axes,) = style.panels(1, 1, (9, 3))
         for k in range(4):
             axes.plot([0, 1], [k, k], label=f"a method with a name of {k}")
-        style.legend_below(figure, axes, 4)
+        style.add_legend_of(figure, axes, 4)
         figure.draw_without_rendering()
     assert figure.legends[0].get_window_extent().width <= figure.bbox.width
 
@@ -264,7 +272,7 @@ def test_every_command_that_draws_takes_a_width():
         (["sensitivity", "--width", "64"], ["'64' is not column or page", "--head-width takes numbers"]),
         (["bench", "--width", "64"], ["--head-width takes numbers"]),
         (["fire-fit", "alibi", "--width", "64"], ["--model-width takes numbers"]),
-        (["fire-fit", "alibi", "--width", "page"], ["--width is for the figure", "--figure"]),
+        (["fire-fit", "alibi", "--width", "page"], ["--width", "--figure FILE"]),
         (["bench", "--width", "page"], ["--width", "--out"]),
         (["bench", "--latex"], ["--latex", "--out"]),
     ],
@@ -289,45 +297,57 @@ def test_a_command_draws_at_the_width(tmp_path):
 
 def test_the_picture_of_delta_says_what_delta_is():
     delta = torch.tensor([[9.0, 4.0, 1.0]])
-    for count in (1, MOST_LINES + 1):
-        found = [receptive_fields.Lost(f"m{k}", 16, 32, [1, 2, 4], delta, 2 * delta) for k in range(count)]
-        said = " ".join(receptive_fields.truncated(found).get_suptitle().split())
+    for count in (1, MAX_LINES + 1):
+        found = [receptive_fields.TruncationErrors(f"m{k}", 16, 32, [1, 2, 4], delta, 2 * delta) for k in range(count)]
+        said = " ".join(receptive_fields.draw_truncation_errors(found).get_suptitle().split())
         assert "δ(i, j) = ‖o_i − o_i^j‖" in said and "its j nearest keys" in said and "bound" in said
-    none_left_out = receptive_fields.truncated(
-        [receptive_fields.Lost("alibi", 1, 1, [1], torch.zeros(1, 1), torch.zeros(1, 1))]
+    none_left_out = receptive_fields.draw_truncation_errors(
+        [receptive_fields.TruncationErrors("alibi", 1, 1, [1], torch.zeros(1, 1), torch.zeros(1, 1))]
     )
     assert none_left_out.axes[0].get_yscale() == "linear"
 
 
 def test_erf_and_trf_are_a_curve_for_each_method_side_by_side():
     found = masses(["alibi", "type1"])
-    plain = receptive_fields.Mass("rope", 16, found[0].mass, None)
-    left, right = receptive_fields.paired([*found, plain]).axes
+    plain = receptive_fields.AttentionMass("rope", 16, found[0].mass, None)
+    left, right = receptive_fields.draw_empirical_and_theoretical([*found, plain]).axes
     assert (left.get_title(), right.get_title()) == ("empirical (ERF)", "theoretical (TRF)")
     for axes, names in ((left, ["alibi", "type1", "rope"]), (right, ["alibi", "type1"])):
         assert [line.get_label() for line in axes.lines] == names and axes.get_xlim() == (1, 0)
     for one, line in zip(found, right.lines, strict=True):
-        epsilons, part = quantised(one.series.mean((0, 1)))
+        epsilons, part = quantised_curve(one.series.mean((0, 1)))
         assert line.get_xdata().tolist() == epsilons.tolist() and line.get_ydata().tolist() == part.tolist()
-    part = quantised(found[1].mass.mean((0, 1)))[1]
-    assert left.lines[1].get_ydata().tolist() == part.tolist() and not torch.equal(part, quantised(found[1].series)[1])
-    assert [axes.get_title() for axes in receptive_fields.paired([plain]).axes] == ["empirical (ERF)"]
+    part = quantised_curve(found[1].mass.mean((0, 1)))[1]
+    assert left.lines[1].get_ydata().tolist() == part.tolist() and not torch.equal(
+        part, quantised_curve(found[1].series)[1]
+    )
+    assert [axes.get_title() for axes in receptive_fields.draw_empirical_and_theoretical([plain]).axes] == [
+        "empirical (ERF)"
+    ]
 
 
 def test_the_mean_of_alibi_is_a_line_among_windows():
-    rows = [timing.Timed(name, mode, w, w + 9.0, w) for name in ("alibi", "rope") for mode in "ab" for w in (8, 16)]
-    figure = timing.of_windows(rows, 1, 4, [8], [timing.WindowMean("alibi", 21.5, 8, 16)])
+    rows = [
+        timing.WindowTiming(name, mode, w, w + 9.0, w) for name in ("alibi", "rope") for mode in "ab" for w in (8, 16)
+    ]
+    figure = timing.draw_window_timing(rows, 1, 4, [8], [timing.WindowMean("alibi", 21.5, 8, 16)])
     left, right = figure.axes
     [line] = [line for line in left.lines if line.get_label() == "_mean"]
-    assert list(line.get_ydata()) == [21.5, 21.5] and line.get_color() == style.looks(["alibi"])["alibi"].colour
+    assert list(line.get_ydata()) == [21.5, 21.5] and line.get_color() == style.assign_looks(["alibi"])["alibi"].colour
     assert not [line for line in right.lines if line.get_label() == "_mean"]
     assert "alibi, a: mean of windows 8 to 16" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_figures_keep_their_widths_without_one():
-    assert style.width() == style.COLUMN and style.width(2) == style.PAGE and style.across(9, 4) == 4
-    with style.drawn_at("column"):
-        assert style.width(2) == WIDTHS["column"] and style.across(9, 4) == 1 and style.across(9, 4, 1.5) == 2
-    with pytest.raises(KeyError), style.drawn_at("book"):
+    assert (
+        style.figure_width() == style.COLUMN and style.figure_width(2) == style.PAGE and style.panel_columns(9, 4) == 4
+    )
+    with style.figures_at_width("column"):
+        assert (
+            style.figure_width(2) == WIDTHS["column"]
+            and style.panel_columns(9, 4) == 1
+            and style.panel_columns(9, 4, 1.5) == 2
+        )
+    with pytest.raises(KeyError), style.figures_at_width("book"):
         pass
-    assert style.width() == style.COLUMN
+    assert style.figure_width() == style.COLUMN

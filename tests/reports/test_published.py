@@ -19,7 +19,7 @@ def no_drawing(monkeypatch) -> None:
 
 
 def published(recipe: str, **settings) -> dict:
-    known = recipes.load(recipe).published.record()
+    known = recipes.load(recipe).published.to_dict()
     return {**known, "settings": {**known["settings"], **settings}}
 
 
@@ -86,7 +86,7 @@ def test_blocks_within_documents_are_said_and_compared(tmp_path):
     assert "within documents" in page.words and "75 updates of up to 1,024 tokens" in page.words
     expected = {"training sequences": ["within documents", "within documents", "yes"]}
     check_same(page, {**expected, "sequences per update": "not verified"})
-    assert "full ones" in page.same()["sequences per update"][0]
+    assert "full sequences" in page.same()["sequences per update"][0]
     for name in ("betas", "weight decay", "schedule", "gradients clipped at", "embeddings", "updates of warm-up"):
         assert page.same()[name][1:] == ["not stated", "not verified"]
 

@@ -18,7 +18,7 @@ from pages import LOG, PPL, Page, check_self_contained, new_page, page_of, skip_
 from fairseq_rpe.figures import WIDTHS
 from fairseq_rpe.figures.style import COLUMN
 from fairseq_rpe.reports import report_files
-from fairseq_rpe.reports.write import write
+from fairseq_rpe.reports.write import write_report
 from fairseq_rpe.runs import environment
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, slug
 from fairseq_rpe.utils import files
@@ -42,8 +42,8 @@ def test_every_number_is_on_the_page_as_mean_and_range_and_the_least_is_marked(t
     check_self_contained(page)
     with open(tmp_path / "results.csv", newline="") as file:
         expected = list(csv.DictReader(file))
-    shown = page.table("What results.csv holds")[1:]
-    [exact] = [values[1:] for caption, values in page.values.items() if caption.startswith("What results.csv holds")]
+    shown = page.table("Contents of results.csv")[1:]
+    [exact] = [values[1:] for caption, values in page.values.items() if caption.startswith("Contents of results.csv")]
     assert len(shown) == len(exact) == len(expected) == 12
     for row, line, values in zip(expected, shown, exact, strict=True):
         assert values[:6] == [row[key] for key in ("seed", "length", "ppl", "loss_base2", "ratio", "tokens")]
@@ -125,7 +125,7 @@ def test_loss_by_position_memory_and_engine_are_shown_where_they_are_on_record(t
     assert alibi == ["alibi", "9.000", "8.000", "6.250"] and counts == ["tokens scored", "1", "1", "2"]
     head, alibi, _ = page.table("Cost of each run")
     assert head[8:10] == ["peak memory (MiB)", "engine"] and alibi[8:10] == ["1,234", "blocks"]
-    head, first, *_ = page.table("What results.csv holds")
+    head, first, *_ = page.table("Contents of results.csv")
     assert head[-2:] == ["peak memory (MiB)", "engine"] and first[-2:] == ["1234.5", "blocks"]
 
 
@@ -178,13 +178,13 @@ def test_a_width_is_that_of_the_files_and_tables_are_written_as_latex_on_demand(
 def test_folders_of_the_machine_are_not_shown(tmp_path):
     """Paths below the folder where the sweep was started are relative; of others only the end is left."""
     home = "/home/somebody/work"
-    words = f"{home}/.venv/bin/python -m fairseq_rpe.cli.main train {home}/data-bin/x --save-dir /scratch/me/runs/a"
+    words = f"{home}/.venv/bin/python -m fairseq_rpe.cli.main train {home}/data-bin/x --out /scratch/me/runs/a"
     words += f" --rpe-module '{home}/my file.py' --out {home} --lr 0.5/1 {home}2/y"
     write_sweep(tmp_path, commands={"alibi-seed1": {"training": [words]}}, data=f"{home}/data-bin/x")
     write_starts(tmp_path, {"working_folder": home})
     page = page_of(tmp_path)
     assert "somebody" not in page.words and "/scratch" not in page.words
-    shown = "fairseq-rpe train data-bin/x --save-dir …/a --rpe-module 'my file.py' --out . --lr 0.5/1 …/y"
+    shown = "fairseq-rpe train data-bin/x --out …/a --rpe-module 'my file.py' --out . --lr 0.5/1 …/y"
     assert shown in page.words and "trained at 64 tokens on data-bin/x" in page.words
 
 
@@ -201,7 +201,7 @@ def test_environment_and_commands_are_those_of_the_training(tmp_path, monkeypatc
     write_sweep(tmp_path, commands={"alibi-seed1": {"training": ["python -m x train"], "evaluating": ["y", "z"]}})
     later = {"time": "2026-01-02T00:00:00+00:00", "from_update": 50, "torch": "9.9.9"}
     write_starts(tmp_path, {"torch": "9.8.7", "processor": "Abacus", "gpus": []}, later)
-    monkeypatch.setattr(environment, "now", lambda *_: pytest.fail("the reporting machine was asked"))
+    monkeypatch.setattr(environment, "current_start", lambda *_: pytest.fail("the reporting machine was asked"))
     page = page_of(tmp_path)
     first = dict(page.table("Recorded when training started 1 of 2")[1:])
     assert first["torch"] == "9.8.7" and first["processor"] == "Abacus" and first["runs"] == "alibi-seed1"
@@ -220,7 +220,7 @@ def test_nothing_breaks_the_page(tmp_path):
     log = LOG.replace("data-bin/stdlib", 'data<i>&"/x').replace("sdpa", "<u>")
     write_sweep(
         folder,
-        ppl={evil: {64: 50.0, 128: 49.0}, 'type1:form="&lt;"': {64: 51.0, 128: 50.0}},
+        ppl={evil: {64: 50.0, 128: 49.0}, 'type1:variant="&lt;"': {64: 51.0, 128: 50.0}},
         log=log,
         more={"engine": "<engine>"},
         commands={slug(evil, 1): {"training": [f"python {evil} 'a b' > x"]}},
@@ -229,7 +229,7 @@ def test_nothing_breaks_the_page(tmp_path):
     write_starts(folder, {"time": "<t>", "processor": '<b>"&'}, name=evil)
     page = page_of(folder)
     check_self_contained(page)
-    texts = (evil, 'type1:form="&lt;"', f"python {evil} 'a b' > x", 'data<i>&"/x', '<b>"&', "Table <9> & more")
+    texts = (evil, 'type1:variant="&lt;"', f"python {evil} 'a b' > x", 'data<i>&"/x', '<b>"&', "Table <9> & more")
     assert [text for text in (*texts, "<engine>", 'a<b>&"c') if text not in page.words] == []
 
 
@@ -268,7 +268,7 @@ def test_a_report_of_very_many_measurements_can_be_read(tmp_path):
     write_sweep(tmp_path, ppl={"alibi": {}, "type1": {}})
     lengths = range(60, 3060)
     for name in ("alibi", "type1"):
-        row = {"checkpoint": "0123456789abcdef", "subset": "test", "loss_base2": 5.5, "tokens": 99_000}
+        row = {"checkpoint": "0123456789abcdef", "split": "test", "loss_base2": 5.5, "tokens": 99_000}
         lines = [json.dumps({**row, "length": n, "ppl": 40 + n / 100}) + "\n" for n in lengths]
         (tmp_path / "runs" / f"{name}-seed1" / "eval.jsonl").write_text("".join(lines))
     page = page_of(tmp_path)
@@ -285,14 +285,20 @@ def test_a_report_of_very_many_measurements_can_be_read(tmp_path):
 def algorithmic(tmp_path) -> Path:
     """A finished sweep over a task of up to 9 items, 3 of them in training."""
     published = {"source": "Table A", "warping": {"copy": 43.2}, "settings": {"batch_sentences": 64, "updates": 75}}
-    settings = {"subset": "test", "updates": 75, "batch_sentences": 64, "arch": "transformer_rpe_lm_tiny"}
+    settings = {"split": "test", "updates": 75, "batch_sentences": 64, "arch": "transformer_rpe_lm_tiny"}
     methods = {"warping": {"rpe": "rope", "positions_train": "warp", "positions_eval": "interpolate"}}
-    state = {"settings": settings, "methods": methods, "algorithms": [TASK], "encodings": ["rope", "warping"]}
+    state = {
+        "layout": 2,
+        "settings": settings,
+        "methods": methods,
+        "algorithms": [TASK],
+        "encodings": ["rope", "warping"],
+    }
     files.write_json(tmp_path / "sweep.json", {**state, "seeds": [1], "published": published})
     for name, right in (("rope", 1), ("warping", 3)):
         method = Method(name, **methods.get(name, {"rpe": name}))
         place = tmp_path / "runs" / method.run_name(1, TASK)
-        files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
+        files.write_json(place / "checkpoints/run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
         (place / "train.log").write_text(LOG)
         for n in range(2, 10):
             row = {"checkpoint": "c", "algorithm": TASK, "split": "test", "unit": "items", "length": n}
@@ -304,33 +310,41 @@ def algorithmic(tmp_path) -> Path:
 def test_algorithmic_sweep_has_exact_match_and_no_perplexity(algorithmic):
     page = page_of(algorithmic)
     check_self_contained(page)
-    chapters = ["Exact match", "Setting", "Beside the published values", "Training", "Runs", "Environment", "Commands"]
+    chapters = [
+        "Exact match",
+        "Setting",
+        "Comparison with published values",
+        "Training",
+        "Runs",
+        "Environment",
+        "Commands",
+    ]
     assert page.chapters() == [*chapters, "Every measurement"] and "erplexity" not in page.words
     head, rope, warping = page.table(f"{TASK}: exact match in %")
     assert any("Published: not comparable" in caption for caption in page.tables) and "Not comparable." in page.words
     assert head == ["method", "trained", "beyond", "all", "published"]
     assert rope == ["rope", "12.5", "12.5", "12.5", ""] and warping[1:] == ["37.5★"] * 3 + ["43.2★"]
-    assert f"Most exact answers to {TASK} beyond the training range: warping, 37.5 %." in page.words
+    assert f"Highest accuracy on {TASK} beyond the training range: warping, 37.5 %." in page.words
     same = {name: row[2] for name, row in page.same().items() if row[2] != "not verified"}
     assert same == {"sequences per update": "yes", "updates": "yes"} and "betas" in page.same()
     with open(algorithmic / "accuracy.csv", newline="") as file:
         expected = [[r[k] for k in ("seed", "items", "examples", "right", "accuracy")] for r in csv.DictReader(file)]
-    assert page.values["What accuracy.csv holds."][1:] == expected and len(expected) == 16
+    assert page.values["Contents of accuracy.csv."][1:] == expected and len(expected) == 16
 
 
 def test_delta_is_refused_for_it_before_anything_is_written(algorithmic, tmp_path_factory, capsys):
     other = tmp_path_factory.mktemp("text")
     write_sweep(other)
-    assert "counts exact answers" in error_of(capsys, "report", other, algorithmic, "--delta", "0.1")
+    assert "has exact-match accuracies" in error_of(capsys, "report", other, algorithmic, "--delta", "0.1")
     assert not (other / "report.html").exists()
 
 
 KEPT = """
 import pathlib, sys
-from fairseq_rpe.reports import kept
+from fairseq_rpe.reports import report_files
 from fairseq_rpe.sweeps.sweep_record import SweepFolder
 for folder in sys.argv[1:]:
-    print(kept.text(SweepFolder(pathlib.Path(folder))))
+    print(report_files.current_summary(SweepFolder(pathlib.Path(folder))))
 assert not {"torch", "fairseq", "matplotlib", "jinja2"} & set(sys.modules)
 """
 
@@ -338,19 +352,19 @@ assert not {"torch", "fairseq", "matplotlib", "jinja2"} & set(sys.modules)
 def test_a_report_with_nothing_new_keeps_the_page_without_torch(algorithmic, tmp_path):
     write_sweep(tmp_path / "text")
     sweeps = [SweepFolder(tmp_path / "text"), SweepFolder(algorithmic)]
-    assert [report_files.text(sweep) for sweep in sweeps] == [None, None]
-    texts = [write(sweep).text for sweep in sweeps]
+    assert [report_files.current_summary(sweep) for sweep in sweeps] == [None, None]
+    texts = [write_report(sweep).text for sweep in sweeps]
     pages = [sweep.path / "report.html" for sweep in sweeps]
     before, made = ([page.read_bytes() for page in pages], [page.stat().st_mtime_ns for page in pages])
     output = run(sys.executable, "-c", KEPT, *(sweep.path for sweep in sweeps)).stdout
     assert output == "".join(f"{text}\n" for text in texts) and all(str(page) in output for page in pages)
     assert [page.stat().st_mtime_ns for page in pages] == made
     for sweep, page, text, content in zip(sweeps, pages, texts, before, strict=True):
-        assert report_files.text(sweep) == text
+        assert report_files.current_summary(sweep) == text
         page.unlink()
-        assert report_files.text(sweep) is None
-        assert write(sweep).text == text and page.read_bytes() == content  # it is the same each time
+        assert report_files.current_summary(sweep) is None
+        assert write_report(sweep).text == text and page.read_bytes() == content  # it is the same each time
     path = tmp_path / "text/runs/alibi-seed1/eval.jsonl"
     path.write_text(path.read_text().replace("48.5", "48.75"))  # out of date
-    assert report_files.text(sweeps[0]) is None
-    assert "| alibi      | 50.12 | 49.06 | 48.75 |" in write(sweeps[0]).text
+    assert report_files.current_summary(sweeps[0]) is None
+    assert "| alibi      | 50.12 | 49.06 | 48.75 |" in write_report(sweeps[0]).text

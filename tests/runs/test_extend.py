@@ -13,10 +13,10 @@ from sweep_commands import flag, parser
 
 from fairseq_rpe.core import UserError
 from fairseq_rpe.runs import checkpoints, from_checkpoint, launch
-from fairseq_rpe.runs.settings import Request
+from fairseq_rpe.runs.settings import TrainingRequest
 from fairseq_rpe.sweeps import context_extension
 from fairseq_rpe.utils import files
-from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.records import from_attributes
 
 YARN = "rope:scaling=yarn,factor=auto"
 
@@ -29,12 +29,14 @@ def short(state, tmp_path) -> Path:
 
 def resolved(*argv: object, lengths: tuple[int, ...] | None = (32,)) -> context_extension.Extension:
     args = parser().parse_args(["extend", *map(str, argv), "--device", "cpu"])
-    return context_extension.resolve(filled(Request, args, rpe=args.rpe or "", save_dir=args.out), lengths, "test")
+    return context_extension.resolve_extension(
+        from_attributes(TrainingRequest, args, rpe=args.rpe or "", out=args.out), lengths, "test"
+    )
 
 
 def training(found: context_extension.Extension) -> list[str]:
     """The words for fairseq-train."""
-    return launch.command(found.request, found.plan, launch.Node(), 0)
+    return launch.training_command(found.request, found.plan, launch.Node(), 0)
 
 
 def refused(*argv: object) -> str:
@@ -57,7 +59,7 @@ def test_everything_that_is_not_said_is_the_checkpoints(state, corpus, tmp_path)
     path = checkpoint_with(state, tmp_path, "rope", **own)
     given = [path, corpus, "--tokens", 64, "--out", tmp_path / "x"]
     found = resolved(*given, lengths=None)
-    assert found.lengths == (32, 64) and found.original == 32 and not found.fresh
+    assert found.lengths == (32, 64) and found.original_length == 32 and not found.has_new_parameters
     words = training(found)
     said = {"--rpe": "rope", "--rpe-share": "model", "--dropout": "0.25", "--attention-dropout": "0.125"}
     said |= {"--decoder-embed-dim": "32", "--decoder-ffn-embed-dim": "64", "--tokens-per-sample": "64"}
@@ -70,10 +72,10 @@ def test_everything_that_is_not_said_is_the_checkpoints(state, corpus, tmp_path)
 
 
 def test_positions_are_the_checkpoints_unless_one_of_them_is_said(state, corpus, tmp_path):
-    path = checkpoint_with(state, tmp_path, "rope", positions_train="offset:by=2", positions_eval="interpolate")
+    path = checkpoint_with(state, tmp_path, "rope", positions_train="offset:offset=2", positions_eval="interpolate")
     given = [path, corpus, "--out", tmp_path / "x", "--tokens"]
     plain, said = resolved(*given, 64).request, resolved(*given, 64, "--positions-train", "identity").request
-    assert (plain.positions_train, plain.positions_eval) == ("offset:by=2", "interpolate")
+    assert (plain.positions_train, plain.positions_eval) == ("offset:offset=2", "interpolate")
     assert (said.positions_train, said.positions_eval) == ("identity", None)
     # texts as long as before are enough where positions skip beyond them
     pose = resolved(*given, 32, "--positions-train", "pose:target=128").request
@@ -94,20 +96,20 @@ def test_extended_twice_it_goes_by_the_first_length(state, corpus, tmp_path):
     path = checkpoint_with(state, tmp_path, YARN, task={"tokens_per_sample": 64}, rpe_train_length=32)
     given = [path, corpus, "--out", tmp_path / "x", "--tokens"]
     found = resolved(*given, 96, lengths=None)
-    assert found.original == 32 and found.lengths == (32, 64, 96) and found.request.rpe == YARN
+    assert found.original_length == 32 and found.lengths == (32, 64, 96) and found.request.rpe == YARN
     assert "is not above the 64 tokens" in refused(*given, 64)
 
 
 def test_parameters_that_only_the_new_encoding_has_begin_untrained_and_that_is_said(short, corpus, tmp_path, capsys):
     given = [short, corpus, "--tokens", 64, "--rpe", "t5_bias:init_std=1", "--out", tmp_path / "x"]
     found, begin = resolved(*given), tmp_path / "x/begin.pt"
-    assert found.fresh and found.request.finetune_from == begin
+    assert found.has_new_parameters and found.request.finetune_from == begin
     assert f"has parameters that {short} lacks: decoder.encodings.0.table" in capsys.readouterr().out
     weights, before = checkpoints.load(begin).weights, checkpoints.load(short).weights
     assert set(weights) - set(before) == {"decoder.encodings.0.table"}
     assert all(torch.equal(weights[name], value) for name, value in before.items())
     assert weights["decoder.encodings.0.table"].std() > 0.5
-    assert checkpoints.load(begin).learned()[0].config.init_std == 1
+    assert checkpoints.load(begin).load_encodings()[0].config.init_std == 1
     # a rerun knows its own run
     assert resolved(*given).plan == found.plan
     other = resolved(*given, "--seed", "2").plan.settings
@@ -170,7 +172,7 @@ def test_an_architecture_that_no_flag_says(state, tmp_path):
         ({"_name": "transformer_rpe_lm_mine"}, "'transformer_rpe_lm_mine', unknown here: give --rpe-module"),
     ):
         with pytest.raises(UserError, match=words):
-            from_checkpoint.said(checkpoints.load(checkpoint_with(state, tmp_path, "rope", **change)))
+            from_checkpoint.architecture_settings(checkpoints.load(checkpoint_with(state, tmp_path, "rope", **change)))
 
 
 # what is carried out
@@ -202,8 +204,8 @@ def test_cut_off_it_goes_on_and_the_new_checkpoint_has_the_old_length(short, cor
     assert [start["from_update"] for start in starts] == [0, 2]
 
     made = checkpoints.load(last)
-    assert (made.train_length(), made.task["tokens_per_sample"], made.updates) == (32, 64, 4)
-    assert made.learned()[0].original == 32 and made.model["decoder_embed_dim"] == 32
+    assert (made.train_length(), made.task["tokens_per_sample"], made.num_updates) == (32, 64, 4)
+    assert made.load_encodings()[0].original_length == 32 and made.model["decoder_embed_dim"] == 32
     rows = {(one["checkpoint"], one["rpe"], one["length"]) for one in files.read_json_lines(out / "eval.jsonl")}
     assert len(rows) == 6 and (out / "ppl.png").exists()
     # finished: nothing is trained or measured again, and another run is refused

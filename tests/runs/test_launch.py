@@ -20,14 +20,14 @@ from sweep_commands import SMALL
 
 from fairseq_rpe.runs import checkpoints, launch, processes
 from fairseq_rpe.runs.run_folder import CheckpointFolder
-from fairseq_rpe.runs.settings import Request, plan
-from fairseq_rpe.sweeps.local_executor import places
+from fairseq_rpe.runs.settings import TrainingRequest, make_plan
+from fairseq_rpe.sweeps.local_executor import job_environments
 from fairseq_rpe.utils import devices, files
 
 RUN = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
 QUIET = [*SMALL, "--disable-validation"]
 SLURM_VARIABLES = ("SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
-ASKED = Request(rpe="alibi", save_dir=Path("x"), data=Path("data"))
+ASKED = TrainingRequest(rpe="alibi", out=Path("x"), data=Path("data"))
 FREQUENCY, SAVED, UPDATES, LARGEST = 2, 2, 3, 200
 
 
@@ -41,7 +41,7 @@ def no_cluster(monkeypatch):
 def held(tmp_path_factory) -> list[str]:
     """The options of a training by ``held_encoding`` at random positions, which it notes."""
     module = shutil.copy(HELD_ENCODING, tmp_path_factory.mktemp("held"))
-    own = ["--rpe", "held", "--rpe-module", module, "--positions-train", f"randomized:max={LARGEST}"]
+    own = ["--rpe", "held", "--rpe-module", module, "--positions-train", f"randomized:max_position={LARGEST}"]
     return [*RUN, "--save-every", str(SAVED), *own]
 
 
@@ -68,13 +68,13 @@ def test_two_processes_killed_and_resumed_equal_one(corpus, held, tmp_path, monk
     seen.mkdir()
     monkeypatch.setenv("HELD_NOTES", str(seen))
     train = ["train", str(corpus), *held, "--updates", str(UPDATES)]
-    command = [*PROGRAM, *train, "--update-freq", str(FREQUENCY), "--save-dir", str(folder), "--nproc", "2", *QUIET]
+    command = [*PROGRAM, *train, "--update-freq", str(FREQUENCY), "--out", str(folder), "--nproc", "2", *QUIET]
     begun = FREQUENCY * SAVED + 1
     (seen / "hold").write_text(str(begun - 1))
     with begin(command, tmp_path / "log") as process:
         wait_for(lambda: [len(notes(seen, rank)) for rank in (0, 1)] == [begun, begun], process, tmp_path / "log")
-        assert len(processes_about(f"--save-dir\0{folder}")) == 4  # the command, torchrun and two ranks
-    wait_for(lambda: not processes_about(f"--save-dir\0{folder}"))
+        assert len(processes_about(f"\0{folder}\0")) == 4  # the command, torchrun and two ranks
+    wait_for(lambda: not processes_about(f"\0{folder}\0"))
     (seen / "hold").unlink()
     run_here(*command[len(PROGRAM) :], processes=True)
     assert f"@ {SAVED} updates" in (folder / "train.log").read_text()
@@ -100,7 +100,7 @@ def test_two_processes_killed_and_resumed_equal_one(corpus, held, tmp_path, monk
     # as rank 0 does, for as many batches
     (tmp_path / "one").mkdir()
     monkeypatch.setenv("HELD_NOTES", str(tmp_path / "one"))
-    run_here(*train, "--update-freq", 2 * FREQUENCY, "--save-dir", tmp_path / "one/run", *QUIET)
+    run_here(*train, "--update-freq", 2 * FREQUENCY, "--out", tmp_path / "one/run", *QUIET)
     alone = [batch["positions"][0] for batch in notes(tmp_path / "one")]
     assert [row for n, row in enumerate(alone) if n % (2 * FREQUENCY) < FREQUENCY] == drawn[0]
     assert_same_model(tmp_path / "one/run", folder)
@@ -118,8 +118,8 @@ def test_a_stopped_training_ends_its_child_and_is_told(corpus, tmp_path, monkeyp
         return child
 
     monkeypatch.setattr(processes, "spawn", spawn)
-    monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
-    train = ["train", corpus, "--rpe", "alibi", *RUN, "--save-dir", tmp_path / "run"]
+    monkeypatch.setattr(launch, "training_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    train = ["train", corpus, "--rpe", "alibi", *RUN, "--out", tmp_path / "run"]
     done = run_here(*train, ok=False, processes=True)
     assert done.returncode == 143 and "stopped by SIGTERM; rerun the same command to resume" in done.stderr
     assert [child.poll() for child in children] == [-signal.SIGTERM]
@@ -131,18 +131,18 @@ def test_an_interrupted_torchrun_is_told(corpus, held, tmp_path, monkeypatch):
     seen.mkdir()
     (seen / "hold").write_text("1")
     monkeypatch.setenv("HELD_NOTES", str(seen))
-    command = [*PROGRAM, "train", str(corpus), *held, "--save-dir", str(folder), "--nproc", "2", *QUIET]
+    command = [*PROGRAM, "train", str(corpus), *held, "--out", str(folder), "--nproc", "2", *QUIET]
     with begin(command, tmp_path / "log") as process:
         wait_for(lambda: notes(seen, 0) and notes(seen, 1), process, tmp_path / "log")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
     assert "stopped by SIGTERM; rerun the same command to resume" in (tmp_path / "log").read_text()
-    assert not processes_about(f"--save-dir\0{folder}")
+    assert not processes_about(f"\0{folder}\0")
 
 
 def on_nodes(corpus: Path, folder: Path, updates: int, *more: str) -> list[subprocess.Popen]:
     """Start a run on two nodes, the second one first."""
-    port, given = 20000 + os.getpid() % 10000, ["--updates", str(updates), "--save-dir", str(folder), *more]
+    port, given = 20000 + os.getpid() % 10000, ["--updates", str(updates), "--out", str(folder), *more]
     command = [*PROGRAM, "train", str(corpus), "--rpe", "kerple_log", *RUN, *given]
     command += ["--nodes", "2", "--master", f"localhost:{port}", "--node-rank"]
     logs = {rank: open(folder.parent / f"node{rank}.log", "w") for rank in ("1", "0")}
@@ -164,7 +164,7 @@ def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
         for node in (first, second):
             node.kill()
     assert "error: fairseq-train failed: " in (tmp_path / "node0.log").read_text()
-    done = checkpoints.newest(CheckpointFolder(folder))[0]
+    done = checkpoints.find_newest(CheckpointFolder(folder))[0]
     end = done + 4
     nodes = on_nodes(corpus, folder, end, "--save-every", "4")
     assert [node.wait(120) for node in nodes] == [0, 0], (tmp_path / "node0.log").read_text()[-2000:]
@@ -176,14 +176,14 @@ def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
     told = (tmp_path / "node1.log").read_text()
     assert f"node 1 of 2 has joined, its messages: {folder}/train-node1.log" in told and "INFO" not in told
     one = tmp_path / "one"
-    alone = ["--rpe", "kerple_log", *RUN, "--updates", end, "--update-freq", 2, "--save-dir", one]
+    alone = ["--rpe", "kerple_log", *RUN, "--updates", end, "--update-freq", 2, "--out", one]
     run_here("train", corpus, *alone, *QUIET)
     assert_same_model(one, folder)
 
 
 def test_nodes_that_do_not_fit_are_refused_in_one_line(corpus, tmp_path, monkeypatch):
     def refused(more: str) -> str:
-        return refusal("train", corpus, "--rpe", "alibi", *RUN, "--save-dir", tmp_path / "run", *more.split())
+        return refusal("train", corpus, "--rpe", "alibi", *RUN, "--out", tmp_path / "run", *more.split())
 
     for more, words in (
         ("--node-rank 0", "give --nodes too"),
@@ -201,7 +201,7 @@ def test_nodes_that_do_not_fit_are_refused_in_one_line(corpus, tmp_path, monkeyp
 
 
 def test_torchrun_is_printed(corpus, tmp_path):
-    command = ["train", corpus, "--rpe", "alibi", *RUN, "--save-dir", tmp_path / "run", "--dry-run", "--nproc", 4]
+    command = ["train", corpus, "--rpe", "alibi", *RUN, "--out", tmp_path / "run", "--dry-run", "--nproc", 4]
     [line] = run_here(*command, "--nodes", 2, "--node-rank", 1, "--master", "gpu01:29500").stdout.splitlines()
     flags = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr gpu01 --master-port 29500"
     assert f"-m torch.distributed.run {flags} -m fairseq_rpe.runs.launch {corpus} " in line
@@ -221,16 +221,16 @@ def test_slurm_says_which_node_this_is(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     asked = replace(ASKED, nodes=2)
-    node = launch.here(asked)
-    assert (node.rank, node.master, node.first) == ("1", "n7:23456", False)
+    node = launch.current_node(asked)
+    assert (node.rank, node.master, node.is_first) == ("1", "n7:23456", False)
     # the line that a dry run shows comes to the same
-    wanted = launch.in_slurm(asked)
-    shown = run("bash", "-c", f"echo {launch.shown([wanted.rank, *wanted.master.rsplit(':', 1)])}").stdout
+    wanted = launch.slurm_node(asked)
+    shown = run("bash", "-c", f"echo {launch.shell_line([wanted.rank, *wanted.master.rsplit(':', 1)])}").stdout
     assert shown.split() == ["1", "n7", "23456"]
 
 
 def with_gpus(monkeypatch, number: int) -> None:
-    monkeypatch.setattr(devices, "gpus", lambda: tuple(f"GPU {n}" for n in range(number)))
+    monkeypatch.setattr(devices, "gpu_names", lambda: tuple(f"GPU {n}" for n in range(number)))
 
 
 def test_a_torch_that_cannot_be_imported_is_no_gpu(monkeypatch, tmp_path):
@@ -238,37 +238,40 @@ def test_a_torch_that_cannot_be_imported_is_no_gpu(monkeypatch, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('libcuda is broken')")
     monkeypatch.setattr(devices, "_DRIVERS", (str(tmp_path),))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    devices.gpus.cache_clear()
+    devices.gpu_names.cache_clear()
     with pytest.raises(files.UserError, match="torch cannot report its GPUs .ImportError: libcuda is broken"):
-        devices.gpus()
+        devices.gpu_names()
     (tmp_path / "torch.py").write_text(
         "class cuda:\n    is_available = staticmethod(lambda: True)\n    device_count = staticmethod(lambda: 2)\n"
         "    get_device_name = staticmethod(lambda i: f'GPU {i}')\n"
     )
-    assert devices.gpus() == ("GPU 0", "GPU 1")
+    assert devices.gpu_names() == ("GPU 0", "GPU 1")
     monkeypatch.setattr(devices, "_DRIVERS", ())
-    devices.gpus.cache_clear()
-    assert devices.gpus() == () or sys.platform != "linux"
-    devices.gpus.cache_clear()
+    devices.gpu_names.cache_clear()
+    assert devices.gpu_names() == () or sys.platform != "linux"
+    devices.gpu_names.cache_clear()
 
 
 def test_places_share_cores_and_gpus(monkeypatch):
     def seen(*of: object) -> list[str]:
-        return [place["CUDA_VISIBLE_DEVICES"] for place in places(*of)]
+        return [place["CUDA_VISIBLE_DEVICES"] for place in job_environments(*of)]
 
     monkeypatch.setattr("fairseq_rpe.runs.processes.cores", lambda: 8)
     with_gpus(monkeypatch, 0)
     for of, threads in ((("cpu", 1, 3), "222"), (("cpu", 1, None), "11111111"), (("cpu", 16, None), "1")):
-        assert places(*of) == [{"OMP_NUM_THREADS": number} for number in threads]
-    assert places("auto", 4, None) == [{"OMP_NUM_THREADS": "1"}] * 2 and launch.gpus(replace(ASKED, nproc=4)) == 0
+        assert job_environments(*of) == [{"OMP_NUM_THREADS": number} for number in threads]
+    assert (
+        job_environments("auto", 4, None) == [{"OMP_NUM_THREADS": "1"}] * 2
+        and launch.count_gpus(replace(ASKED, nproc=4)) == 0
+    )
     with pytest.raises(files.UserError, match="no GPU is visible here"):
-        places("cuda", 1, None)
+        job_environments("cuda", 1, None)
     with_gpus(monkeypatch, 4)
     assert seen("auto", 2, None) == ["0,1", "2,3"]
     assert seen("auto", 3, None) == ["0,1,2"]
     assert seen("auto", 1, 6) == ["0", "1", "2", "3", "0", "1"]  # more runs than GPUs share them
-    assert launch.gpus(replace(ASKED, nproc=4)) == 4
-    for refuse in (places, lambda *_: launch.gpus(replace(ASKED, nproc=5))):
+    assert launch.count_gpus(replace(ASKED, nproc=4)) == 4
+    for refuse in (job_environments, lambda *_: launch.count_gpus(replace(ASKED, nproc=5))):
         with pytest.raises(files.UserError, match="--nproc 5: there are 4 GPUs here"):
             refuse("auto", 5, None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,11,9")
@@ -283,13 +286,13 @@ def test_malloc_keeps_memory_on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "5")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     shown = f"import os, pathlib; pathlib.Path({str(tmp_path / 'seen')!r}).write_text(repr(dict(os.environ)))"
-    monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", shown])
+    monkeypatch.setattr(launch, "training_command", lambda *_: [sys.executable, "-c", shown])
     asked = replace(ASKED, device="cpu")
-    assert launch.launch(asked, plan(asked, ""), launch.Node(), []).code == 0
+    assert launch.launch_training(asked, make_plan(asked, ""), launch.Node(), []).code == 0
     seen = (tmp_path / "seen").read_text()
     for name, value in (("OMP_NUM_THREADS", "1"), ("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", "5")):
         assert f"'{name}': '{value}'" in seen
-    assert launch.keep_memory(1) == {}
+    assert launch.malloc_settings(1) == {}
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "5000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 None")])

@@ -12,9 +12,9 @@ from sweep_commands import SMALL
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.model_check import ModelSize, check_evaluation, check_model, model_encodings, model_size
-from fairseq_rpe.runs.settings import Request, plan
+from fairseq_rpe.runs.settings import TrainingRequest, make_plan
 
-REQUEST = Request(rpe="alibi", save_dir=Path("x"), data=Path("d"), device="cpu")
+REQUEST = TrainingRequest(rpe="alibi", out=Path("x"), data=Path("d"), device="cpu")
 OWN = """
 from fairseq.models import register_model_architecture
 
@@ -38,12 +38,12 @@ def own(args):
 
 def check(**changes: object) -> None:
     request = replace(REQUEST, **changes)
-    check_model(request, plan(request, ""))
+    check_model(request, make_plan(request, ""))
 
 
 def evaluate(rpe: str, trained: str) -> None:
     request = replace(REQUEST, rpe=trained)
-    check_evaluation(request, plan(request, ""), rpe, None)
+    check_evaluation(request, make_plan(request, ""), rpe, None)
 
 
 def test_the_size_is_that_of_architecture_and_flags():
@@ -70,7 +70,7 @@ FACTORS = "longrope:factors=" + "+".join(["1.5"] * 32)  # as many as pairs of a 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rpe": FACTORS}, "32 numbers where 16 pairs turn"),
+        ({"rpe": FACTORS}, "32 numbers for 16 rotated pairs"),
         ({"extra": ("--decoder-attention-heads", "5")}, "5 heads do not divide a model width of 128"),
         ({"rpe": "alibbi"}, "unknown encoding 'alibbi'"),
         ({"positions_train": "wrap"}, "did you mean 'warp'"),
@@ -111,7 +111,7 @@ def test_encodings_that_cannot_take_the_place_of_the_trained_one(trained, rpe, w
 def test_a_training_that_would_fail_is_refused_by_the_command_itself(state, corpus, tmp_path, monkeypatch):
     """Other parameters than the checkpoint's, a misspelt encoding, or a backend without a backward pass here."""
     monkeypatch.setattr("fairseq_rpe.runs.launch.launch", lambda *_: pytest.fail("the training was started"))
-    given = ["train", corpus, "--save-dir", tmp_path / "run", "--tokens", "32", "--device", "cpu", "--rpe"]
+    given = ["train", corpus, "--out", tmp_path / "run", "--tokens", "32", "--device", "cpu", "--rpe"]
     init = ["--init-from", checkpoint_with(state, tmp_path, "kerple_log")]
     for rpe, more, words in (
         ("rope", init, "other parameters than 'kerple_log'"),
@@ -124,5 +124,5 @@ def test_a_training_that_would_fail_is_refused_by_the_command_itself(state, corp
 
 def test_the_training_length_may_be_given_by_its_flag():
     request = replace(REQUEST, rpe="learned", extra=("--rpe-train-length", "48"))
-    [encoding] = model_encodings(request, plan(request, ""))
+    [encoding] = model_encodings(request, make_plan(request, ""))
     assert len(encoding.table) == 48

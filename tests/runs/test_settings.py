@@ -12,14 +12,14 @@ from sweep_commands import parser
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import launch
-from fairseq_rpe.runs.reserved_flags import LATER
-from fairseq_rpe.runs.settings import USUAL, Request, Settings, plan
+from fairseq_rpe.runs.reserved_flags import SETTING_FLAGS
+from fairseq_rpe.runs.settings import EARLIER_DEFAULTS, RunSettings, TrainingRequest, make_plan
 from fairseq_rpe.utils import records
 
 if TYPE_CHECKING:
     from fairseq.optim.lr_scheduler import FairseqLRScheduler
 
-ASKED = Request(rpe="alibi", save_dir=Path("x"), data=Path("d"), device="cpu")
+ASKED = TrainingRequest(rpe="alibi", out=Path("x"), data=Path("d"), device="cpu")
 OTHERS = {"min_lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.0, "clip_norm": 0.0, "attention_dropout": 0.1}
 OTHERS |= {"activation_dropout": 0.2, "activation_fn": "gelu", "share_embeddings": True}
 # run.json of a tiny model as it was written before there were these options
@@ -28,13 +28,13 @@ BEFORE |= {"lr": 0.002, "warmup": 80, "dropout": 0.0, "update_freq": 1, "nproc":
 BEFORE |= {"positions_train": "identity", "positions_eval": None, "rpe_module": None, "extra": []}
 
 
-def settings(**asked: object) -> Settings:
-    return plan(replace(ASKED, **asked), "digest").settings
+def settings(**asked: object) -> RunSettings:
+    return make_plan(replace(ASKED, **asked), "digest").settings
 
 
 def flags(**asked: object) -> list[str]:
     request = replace(ASKED, **asked)
-    return launch.command(request, plan(request, "digest"), launch.Node(), 0)
+    return launch.training_command(request, make_plan(request, "digest"), launch.Node(), 0)
 
 
 def values(command: list[str], *names: str) -> list[str]:
@@ -42,8 +42,8 @@ def values(command: list[str], *names: str) -> list[str]:
     return [command[command.index(name) + 1] for name in names]
 
 
-def read(record: dict[str, object]) -> Settings:
-    return records.read(Settings, record, "run.json", "the run", strict=False)
+def read(record: dict[str, object]) -> RunSettings:
+    return records.read_record(RunSettings, record, "run.json", "the run", strict=False)
 
 
 def test_blocks_of_documents_are_batched_by_the_tokens_of_full_ones():
@@ -57,13 +57,13 @@ def test_separate_documents_are_blocks_of_a_stream():
     command = flags(separate_documents=True, batch_sentences=16)
     assert values(command, "--task", "--blocks", "--batch-size") == ["rpe_language_modeling", "stream", "16"]
     assert "--separate-documents" in command and flags(separate_documents=False) == flags()
-    assert settings(separate_documents=True).record()["separate_documents"] is True
+    assert settings(separate_documents=True).to_dict()["separate_documents"] is True
 
 
 def test_a_stream_is_what_runs_had_before_there_was_a_choice():
-    assert flags(blocks="stream") == flags() and "blocks" not in settings(blocks="stream").record()
+    assert flags(blocks="stream") == flags() and "blocks" not in settings(blocks="stream").to_dict()
     document, before = settings(blocks="document"), read(BEFORE)
-    assert document.record()["blocks"] == "document"
+    assert document.to_dict()["blocks"] == "document"
     assert document.difference(before) == "blocks is 'stream' there, 'document' here"
 
 
@@ -83,7 +83,7 @@ TASK = {"data": None, "algorithm": "copy"}
         ({"separate_documents": True, "extra": ("--sample-break-mode", "eos")}, ["--sample-break-mode"]),
         ({"extra": ("--separate-documents",)}, ["give --separate-documents before the --"]),
         ({"extra": ("--lr-scheduler", "fixed"), "schedule": "cosine"}, ["give --schedule before"]),
-        ({"min_lr": 1e-5}, ["--min-lr is where a cosine ends"]),
+        ({"min_lr": 1e-5}, ["--min-lr is for --schedule cosine"]),
         ({"min_lr": 1.0, "schedule": "cosine"}, ["--min-lr 1 is not below --lr 0.002"]),
         ({"warmup": 400}, ["a warm-up of 400 is not below the 400 updates", "lower --warmup or raise"]),
         ({"warmup": 101, "updates": 100, "schedule": "linear"}, ["a warm-up of 101 is not below the 100 updates"]),
@@ -100,22 +100,24 @@ def test_what_contradicts_itself_is_refused(asked, words):
 
 def test_runs_of_before_are_the_same_runs():
     """With nothing said, and with the old values said."""
-    old = {name: value for name, value in USUAL.items() if name != "min_lr"}  # which goes with a cosine only
+    old = {name: value for name, value in EARLIER_DEFAULTS.items() if name != "min_lr"}  # which goes with a cosine only
     for found in (settings(), settings(**old, activation_fn="relu")):
-        assert found.record() == BEFORE and found.difference(read(BEFORE)) == ""
+        assert found.to_dict() == BEFORE and found.difference(read(BEFORE)) == ""
 
 
-@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("name", SETTING_FLAGS)
 def test_each_makes_another_run_and_comes_back_from_its_record_and_from_the_words_for_train(name):
-    assert set(OTHERS) == set(LATER) == {*USUAL, "activation_fn"} and OTHERS[name] != USUAL.get(name)
+    assert set(OTHERS) == set(SETTING_FLAGS) == {*EARLIER_DEFAULTS, "activation_fn"} and OTHERS[
+        name
+    ] != EARLIER_DEFAULTS.get(name)
     cosine = {"schedule": "cosine"} if name == "min_lr" else {}
     found = settings(**cosine, **{name: OTHERS[name]})
-    again = read(found.record())
-    assert found.difference(again) == "" and again.usual(name) == OTHERS[name]
+    again = read(found.to_dict())
+    assert found.difference(again) == "" and again.effective(name) == OTHERS[name]
     before = read({**BEFORE, **cosine, **({"last_update": 400} if cosine else {})})
-    assert f"{name} is {before.usual(name)!r} there, {OTHERS[name]!r} here" == found.difference(before)
+    assert f"{name} is {before.effective(name)!r} there, {OTHERS[name]!r} here" == found.difference(before)
     asked = replace(ASKED, **{name: OTHERS[name]})
-    assert records.filled(Request, parser().parse_args(["train", *asked.argv()])) == asked
+    assert records.from_attributes(TrainingRequest, parser().parse_args(["train", *asked.argv()])) == asked
 
 
 def test_what_fairseq_gets():
@@ -129,7 +131,7 @@ def test_what_fairseq_gets():
 
 
 def test_a_flag_after_the_dashes_goes_on_alone_but_not_beside_its_option():
-    for name, (flag, *_) in LATER.items():
+    for name, (flag, *_) in SETTING_FLAGS.items():
         extra = (flag, "1")
         assert settings(extra=extra).extra == extra and " ".join(extra) in " ".join(flags(extra=extra))
         with pytest.raises(UserError, match=f"{flag} after -- is set already: give --{name.replace('_', '-')} before"):

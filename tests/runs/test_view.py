@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fairseq_rpe.core import errors
 from fairseq_rpe.runs import child_output, processes
-from fairseq_rpe.runs.progress_view import Summary, View
+from fairseq_rpe.runs.progress_view import ProgressView, TerminalProgressView
 
 LINES = """\
 2026-01-01 00:00:00 | INFO | fairseq_cli.train | {'_name': None}
@@ -36,16 +36,16 @@ class Full(io.BytesIO):
         raise OSError(28, "no space")
 
 
-def relayed(script: str, log: io.BytesIO, view: View | None = None, code: int = 0) -> child_output.Ending:
+def relayed(script: str, log: io.BytesIO, view: ProgressView | None = None, code: int = 0) -> child_output.ChildExit:
     child = processes.spawn([sys.executable, "-c", script], {}, subprocess.PIPE)
-    relay = child_output.Relay(child, log, view or Summary("alibi", Path("run"), 60, 0))
+    relay = child_output.OutputRelay(child, log, view or TerminalProgressView("alibi", Path("run"), 60, 0))
     assert processes.wait(child) == code
     return relay.finish(code)
 
 
 def test_only_what_a_user_waits_for_is_seen_and_the_log_has_all(capsys):
     log = io.BytesIO()
-    assert relayed(PRINT, log) == child_output.Ending(0, "", True)
+    assert relayed(PRINT, log) == child_output.ChildExit(0, "", True)
     told = capsys.readouterr()
     assert log.getvalue().decode() == LINES and told.out == SEEN
     first, last = told.err.splitlines()
@@ -54,21 +54,21 @@ def test_only_what_a_user_waits_for_is_seen_and_the_log_has_all(capsys):
 
 
 def test_a_run_that_goes_on_says_from_where(capsys):
-    relayed(f"print({LINES.splitlines()[1]!r})", io.BytesIO(), Summary("alibi", Path("run"), 1200, 1000))
+    relayed(f"print({LINES.splitlines()[1]!r})", io.BytesIO(), TerminalProgressView("alibi", Path("run"), 1200, 1000))
     assert capsys.readouterr().out.endswith(" 1,200 updates, 1,000 of them done, into run\n")
 
 
 def test_of_a_further_node_nothing_is_seen(capsys):
     log = io.BytesIO()
-    assert relayed(PRINT, log, View()).began
+    assert relayed(PRINT, log, ProgressView()).began_training
     assert log.getvalue().decode() == LINES and capsys.readouterr() == ("", "")
 
 
 def test_of_a_failure_the_reason_is_told_and_the_log_has_the_traceback(capsys, monkeypatch):
-    monkeypatch.delenv(errors.DEBUG, raising=False)
+    monkeypatch.delenv(errors.DEBUG_VARIABLE, raising=False)
     log = io.BytesIO()
     ending = relayed("raise ValueError('bad shape')", log, code=1)
-    assert ending.why == "fairseq-train failed: ValueError: bad shape; run again with --debug for the traceback"
+    assert ending.reason == "fairseq-train failed: ValueError: bad shape; run again with --debug for the traceback"
     assert b"Traceback" in log.getvalue() and capsys.readouterr() == ("", "")
 
 

@@ -19,12 +19,12 @@ from sweep_commands import LAUNCHERS, SMALL, dry_run, parse, recipe_error, refus
 
 from fairseq_rpe.core import UserError
 from fairseq_rpe.questions import benchmarks, dataset
-from fairseq_rpe.questions.question import Question
-from fairseq_rpe.reports.question_scores import collect, published_mean
-from fairseq_rpe.runs.run_folder import Finished
+from fairseq_rpe.questions.dataset import Question
+from fairseq_rpe.reports.question_scores import load_results, published_mean
+from fairseq_rpe.runs.run_folder import FinishedTraining
 from fairseq_rpe.sweeps import local_executor, recipes, run_sweep, slurm
-from fairseq_rpe.sweeps.grid import Cell
-from fairseq_rpe.sweeps.sweep_record import Asking, Questions, SweepFolder
+from fairseq_rpe.sweeps.grid import SweepRun
+from fairseq_rpe.sweeps.sweep_record import EvaluationQuestions, QuestionConfig, SweepFolder
 from fairseq_rpe.utils import files
 
 RECIPES = [name for name in recipes.names() if recipes.load(name).kind == "answers"]
@@ -85,7 +85,7 @@ rpe_eval = "rope:scaling=linear,factor=2"
 [methods.rope-pi]
 rpe = "rope:scaling=linear,factor=2"
 continues = "rope"
-[scales.laptop]
+[presets.laptop]
 tokens = 32
 updates = 3
 batch_sentences = 4
@@ -93,7 +93,7 @@ lengths = [64, 96]
 pretrained = "before"
 methods = ["rope", "rope-stretched"]
 tuning = { tokens = 64, updates = 2, batch_sentences = 2, lr = 1e-3, warmup = 1 }
-questions = { made = { data = "made", prepare = ["prepare-answers", "qasper"] } }
+questions = { made = { data = "made", prepare = ["prepare-questions", "qasper"] } }
 """
 
 
@@ -103,7 +103,7 @@ def corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     lines = [f"Day {n}. The river rose, and {n * 7 % 97} boats went to town." for n in range(400)]
     (folder / "text.txt").write_text("\n".join(lines))
-    run_here("prepare", folder / "text.txt", "--dest", folder / "bin", "--vocab-size", 300)
+    run_here("prepare", folder / "text.txt", "--out", folder / "bin", "--vocab-size", 300)
     return folder / "bin"
 
 
@@ -124,17 +124,17 @@ def test_there_are_three_and_further_models_of_two():
 def test_the_paper_scale_is_the_papers(name, processes, tmp_path, monkeypatch):
     """Without data there: preparation, training on text as in fire-lm, fine-tuning and questions."""
     monkeypatch.chdir(tmp_path)
-    lines = dry_run("--recipe", name, "--scale", "paper", "--nproc", processes)
+    lines = dry_run("--recipe", name, "--preset", "paper", "--nproc", processes)
     model = name.removeprefix(family(name))  # large or shared
-    before = dry_run("--recipe", f"fire-lm{model}", "--scale", "paper", "--nproc", processes)
+    before = dry_run("--recipe", f"fire-lm{model}", "--preset", "paper", "--nproc", processes)
     folders, stated = FOLDERS[family(name)], STATED[family(name)]
     text, *made = [line for line in lines if line[0].startswith("prepare")]
     assert text == before[0]
     for folder, words in zip(folders, made, strict=True):
         sets = GLUE if folder == "glue-superglue" else [folder]
-        data = ["--dest", f"data-bin/{folder}-gpt2", "--vocab-from", "data-bin/c4-gpt2"]
-        assert words == ["prepare-answers", *sets, *data]
-        assert set(parse(words).names) <= set(benchmarks.names())
+        data = ["--out", f"data-bin/{folder}-gpt2", "--vocab-from", "data-bin/c4-gpt2"]
+        assert words == ["prepare-questions", *sets, *data]
+        assert set(parse(words).names) <= set(benchmarks.benchmark_names())
 
     compared = methods_of(name)
     trained = [parse(line) for line in lines if line[0] == "train"]
@@ -152,19 +152,21 @@ def test_the_paper_scale_is_the_papers(name, processes, tmp_path, monkeypatch):
         found = {**vars(one), "batch": one.batch_sentences * one.nproc}
         assert {key: found[key] for key in stated} == pytest.approx(stated)
         factor = {"rope-pi": 4, "rope-pi-8192": 4, "rope-pi-32768": 16}.get(method)
-        begun = next(o for o in first if o.rpe == ("rope" if factor else recipes.load(name).choose((method,))[0].rpe))
+        begun = next(
+            o for o in first if o.rpe == ("rope" if factor else recipes.load(name).select_methods((method,))[0].rpe)
+        )
         assert one.rpe == (f"rope:scaling=linear,factor={factor}" if factor else begun.rpe)
-        assert one.finetune_from == begun.save_dir / "checkpoint_last.pt"
+        assert one.finetune_from == begun.out / "checkpoint_last.pt"
         assert str(one.data) == f"data-bin/{folder}-gpt2" and one.arch == ("large" if model == "-large" else "base")
         assert one.rpe_share == ("model" if model == "-shared" else None)
         mixed = ["--mixture", "proportional"] if family(name) == "fire-glue" else []
         assert one.extra == ["--rpe-train-length", "2048", *mixed, *BEST]
 
-    answers = [parse(line) for line in lines if line[0] == "answer"]
+    answers = [parse(line) for line in lines if line[0] == "eval-questions"]
     assert len(answers) == len(tuned) and len(lines) == 1 + len(made) + len(trained) + len(answers)
     for one, model in zip(answers, tuned, strict=True):
-        assert one.checkpoint == model.save_dir / "checkpoint_best.pt" and one.data == model.data
-        assert (one.lengths, one.subset, one.by, one.beam) == (LENGTHS[family(name)], "valid", "generation", 1)
+        assert one.checkpoint == model.out / "checkpoint_best.pt" and one.data == model.data
+        assert (one.lengths, one.split, one.answer_mode, one.beam) == (LENGTHS[family(name)], "valid", "generation", 1)
         assert list(one.sets) == (GLUE if family(name) == "fire-glue" else [one.data.name.removesuffix("-gpt2")])
     assert not list(tmp_path.iterdir())
 
@@ -207,37 +209,44 @@ def test_some_published_values():
 def test_the_laptop_scale_begins_with_fire_lms_models(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = dry_run("--recipe", name)
-    made = [parse(line) for line in lines if line[0] in ("prepare-gaps", "prepare-answers")]
+    made = [parse(line) for line in lines if line[0] in ("prepare-cloze", "prepare-questions")]
     assert made and {str(one.vocab_from) for one in made} == {"data-bin/stdlib"}
     trained = [parse(line) for line in lines if line[0] == "train"]
     shared = "-shared" if name.endswith("-shared") else ""
     assert [one.tokens for one in trained if one.finetune_from is None] == [64] * (1 if shared else 6)
     assert {one.tokens for one in trained if one.finetune_from} == {512 if family(name) == "fire-glue" else 256}
-    scale = recipes.load(name).scale("laptop")
+    scale = recipes.load(name).preset("laptop")
     assert scale.pretrained == f"runs/fire-lm{shared}-laptop" and scale.data == "data-bin/stdlib"
 
 
 def test_methods_that_begin_alike_share_the_training(place, corpus):
     lines = dry_run(corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x", *SMALL)
     lines = lines[1:]  # how the questions are made
-    assert [line[0] for line in lines] == ["train", "train", "answer", "answer", "train", "answer"]
+    assert [line[0] for line in lines] == [
+        "train",
+        "train",
+        "eval-questions",
+        "eval-questions",
+        "train",
+        "eval-questions",
+    ]
     first, tuned, pi = (parse(line) for line in lines if line[0] == "train")
-    assert tuned.finetune_from == pi.finetune_from == first.save_dir / "checkpoint_last.pt"
+    assert tuned.finetune_from == pi.finetune_from == first.out / "checkpoint_last.pt"
     assert (tuned.tokens, tuned.updates, tuned.batch_sentences, tuned.lr, str(tuned.data)) == (64, 2, 2, 1e-3, "made")
     assert tuned.extra == [*SMALL[1:], "--rpe-train-length", "32"] and first.extra == SMALL[1:]
-    plain, stretched, _ = (parse(line) for line in lines if line[0] == "answer")
+    plain, stretched, _ = (parse(line) for line in lines if line[0] == "eval-questions")
     assert plain.checkpoint == stretched.checkpoint and plain.lengths == (64, 96)
     assert (plain.rpe, stretched.rpe) == (None, "rope:scaling=linear,factor=2")
     # a stretched method alone trains what it begins with
     alone = dry_run(corpus, "--recipe", "mine.toml", "--methods", "rope-pi", "--out", "x")
-    assert [line[0] for line in alone[1:]] == ["train", "train", "answer"] and "--finetune-from" not in alone[1]
+    assert [line[0] for line in alone[1:]] == ["train", "train", "eval-questions"] and "--finetune-from" not in alone[1]
 
 
 def test_other_folders_of_questions_and_a_divided_batch(place, corpus):
     shutil.copytree("made", "other")
     given = [corpus, "--recipe", "mine.toml", "--out", "x", "--methods", "rope"]
     lines = dry_run(*given, "--eval-data", "more=other", "--nproc", "2", "--lengths", "80")
-    assert [line[0] for line in lines] == ["train", "train", "answer"] and lines[1][1] == "other"
+    assert [line[0] for line in lines] == ["train", "train", "eval-questions"] and lines[1][1] == "other"
     assert parse(lines[1]).batch_sentences == 1
     assert parse(lines[2]).lengths == (80,)
     both = dry_run(*given, "--eval-data", "more=other", "--eval-data", "made=made")
@@ -245,12 +254,12 @@ def test_other_folders_of_questions_and_a_divided_batch(place, corpus):
     assert "cannot be divided" in refused(*given, "--nproc", "4")
 
 
-def finished(cell: Cell, text: bytes = b"weights", updates: int | None = None) -> None:
+def finished(cell: SweepRun, text: bytes = b"weights", updates: int | None = None) -> None:
     """Leave behind what a finished training leaves."""
     cell.folder.checkpoints.path.mkdir(parents=True)
     cell.folder.checkpoints.last.write_bytes(text)
-    digest = files.file_digest(cell.folder.checkpoints.last)
-    cell.folder.checkpoints.write(cell.plan, Finished(updates or cell.plan.updates, digest))
+    digest = files.sha256_of_files(cell.folder.checkpoints.last)
+    cell.folder.checkpoints.write_record(cell.plan, FinishedTraining(updates or cell.plan.updates, digest))
 
 
 def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
@@ -261,7 +270,10 @@ def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
     finished(there)
     _, [taken, tuned] = resolve_sweep(*given, "x")
     assert taken.folder.path == Path("before/runs/rope-seed1") and tuned.parent is taken
-    assert taken.work_left() == [] and [stage.name for stage in tuned.work_left()] == ["training", "evaluating"]
+    assert taken.remaining_stages() == [] and [stage.name for stage in tuned.remaining_stages()] == [
+        "training",
+        "evaluating",
+    ]
     assert tuned.request.finetune_from == taken.folder.checkpoints.last
     # one that this sweep has begun stays
     finished(own, b"others")
@@ -280,9 +292,9 @@ def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
 
 def test_jobs_and_progress_know_what_a_fine_tuning_waits_for(place, corpus):
     sweep, made = resolve_sweep(corpus, "--recipe", "mine.toml", "--methods", "rope", "--out", "x")
-    lines = run_sweep.commands(sweep, made, [("partition", "gpu")])
-    assert any("one of 1 that wait" in line for line in lines) and slurm.settings(sweep, [])["name"] == "x"
-    assert [local_executor.Work.of(cell).whole > 0 for cell in made] == [True, True]
+    lines = run_sweep.dry_run_lines(sweep, made, [("partition", "gpu")])
+    assert any("one of 1 that wait" in line for line in lines) and slurm.job_settings(sweep, [])["name"] == "x"
+    assert [local_executor.RunCost.from_run(cell).total > 0 for cell in made] == [True, True]
 
 
 def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):
@@ -293,7 +305,7 @@ def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):
     run = next(path for path in Path("x/runs").iterdir() if path.name.startswith("made-"))
     record = files.read_json(run / "checkpoints/run.json")
     assert record["settings"]["tokens"] == 64 and record["finished"]["updates"] == 2
-    assert record["settings"]["data"] == dataset.digest(Path("made"))
+    assert record["settings"]["data"] == dataset.dataset_digest(Path("made"))
     found = [(row["rpe"], row["length"]) for row in files.read_json_lines(run / "eval.jsonl")]
     assert found == [(rpe, n) for rpe in (None, "rope:scaling=linear,factor=2") for n in (64, 96)]
     (answers,) = (run / "answers/rope").glob("made-96-*.json")
@@ -302,13 +314,16 @@ def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):
     methods, lengths, metrics = ("rope", "rope-stretched"), ("64", "96"), ("f1", "em")
     assert rows == list(itertools.product(methods, lengths, metrics))
     page = Path("x/report.html").read_text()
-    assert all(name in page for name in ("rope-seed1, on text", "made-rope-", "trained before", "--finetune-from"))
+    assert all(name in page for name in ("rope-seed1, on text", "made-rope-", "pre-training", "--finetune-from"))
     left = sorted(path for path in Path("x/runs").rglob("*") if path.suffix in (".pt", ".jsonl", ".log"))
     times = [path.stat().st_mtime_ns for path in left]
     assert run_here(*given).stdout == said
     assert [path.stat().st_mtime_ns for path in left] == times
     # another fine-tuning, other questions, another way to ask: another sweep
-    for old, new in (("updates = 2", "updates = 9"), ("lengths = [64, 96]", 'asking = { cut = "start" }')):
+    for old, new in (
+        ("updates = 2", "updates = 9"),
+        ("lengths = [64, 96]", 'question_config = { truncate = "start" }'),
+    ):
         (place / "mine.toml").write_text(RECIPE.replace(old, new))
         assert "choose another" in refusal(*given)
     (place / "mine.toml").write_text(RECIPE)
@@ -319,31 +334,31 @@ def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):
 
 def test_the_best_checkpoint_is_asked_where_that_is_said(place, corpus, undrawn):
     """Its answers alone are reported, and a file that is not the training's is refused."""
-    best = RECIPE.replace("updates = 2,", "updates = 4,") + 'asking = { checkpoint = "best", beam = 2 }\n'
+    best = RECIPE.replace("updates = 2,", "updates = 4,") + 'question_config = { checkpoint = "best", beam = 2 }\n'
     (place / "mine.toml").write_text(best)
     given = [corpus, "--recipe", "mine.toml", "--methods", "rope", "--lengths", "64", "--out", "x"]
     said = run_here("sweep", *given, "--jobs", 1, "--device", "cpu", *SMALL).stdout
     sweep, (_, tuned) = resolve_sweep(*given, *SMALL)
     folder = tuned.folder.checkpoints
-    record = folder.record()
-    assert record.finished.best == files.file_digest(folder.best) == folder.chosen("best")
+    record = folder.read_record()
+    assert record.finished.best == files.sha256_of_files(folder.best) == folder.checkpoint_digest("best")
     (row,) = files.read_json_lines(tuned.folder.results)
-    assert row["checkpoint"] == record.finished.best and row["beam"] == 2 and tuned.work_left() == []
+    assert row["checkpoint"] == record.finished.best and row["beam"] == 2 and tuned.remaining_stages() == []
     assert "checkpoint that was best in validation" in Path("x/report.html").read_text() and "| rope " in said
     scores = re.findall(r'"valid_answers": "([\d.]+)"', tuned.folder.train_log.read_text())
     assert torch.load(folder.best)["extra_state"]["best"] == pytest.approx(max(map(float, scores)), abs=1e-2)
 
     # another file in its place: of its digest nothing was asked
-    other = Finished(record.finished.updates, record.finished.checkpoint, "another")
-    folder.write(tuned.plan, other)
-    with pytest.raises(UserError, match="checkpoint_best.pt is not what its finished training left: delete"):
-        tuned.work_left()
+    other = FinishedTraining(record.finished.updates, record.finished.checkpoint, "another")
+    folder.write_record(tuned.plan, other)
+    with pytest.raises(UserError, match="checkpoint_best.pt was changed after its training: delete"):
+        tuned.remaining_stages()
     with pytest.raises(UserError, match="holds no finished evaluation"):
-        collect(SweepFolder(sweep.out), SweepFolder(sweep.out).state())
+        load_results(SweepFolder(sweep.out), SweepFolder(sweep.out).read_record())
 
 
 def test_the_best_checkpoint_of_sets_without_a_mean_is_refused(place, corpus):
-    (place / "mine.toml").write_text(RECIPE + 'asking = { checkpoint = "best" }\n')
+    (place / "mine.toml").write_text(RECIPE + 'question_config = { checkpoint = "best" }\n')
     shutil.rmtree("made")
     known_choices = [replace(one, answers=("yes",), choices=("yes", "no")) for one in questions(8)]
     splits = {"train": known_choices[:5], "valid": known_choices[5:]}
@@ -354,11 +369,11 @@ def test_the_best_checkpoint_of_sets_without_a_mean_is_refused(place, corpus):
 
 def test_folders_that_cannot_be_asked(place, corpus, tmp_path_factory):
     given = [corpus, "--recipe", "mine.toml", "--out", "x"]
-    how = f"fairseq-rpe prepare-answers qasper --dest made --vocab-from {corpus}"
+    how = f"fairseq-rpe prepare-questions qasper --out made --vocab-from {corpus}"
     Path("made").rename("elsewhere")
     assert f"data folder made does not exist: make it with {how}" in refused(*given)
     assert dry_run(*given)[0] == shlex.split(how)[1:]
-    assert "make it with fairseq-rpe prepare-answers NAME --dest no" in refused(*given, "--eval-data", "q=no")
+    assert "make it with fairseq-rpe prepare-questions NAME --out no" in refused(*given, "--eval-data", "q=no")
     assert f"{corpus} holds no questions" in refused(*given, "--eval-data", f"q={corpus}")
     Path("elsewhere").rename("made")
     more = with_vocabulary(corpus, tmp_path_factory.mktemp("data"), 9_000)
@@ -368,14 +383,14 @@ def test_folders_that_cannot_be_asked(place, corpus, tmp_path_factory):
     (place / "two.toml").write_text(RECIPE.replace('data = "made"', 'data = "two", sets = ["b"]'))
     for flags, words in (
         ("--lengths 20", "leave no room for a question: answers of made"),
-        ("--subset test", "--subset test: made has no answers there"),
+        ("--split test", "--split test: made has no answers in this split"),
         ("--recipe two.toml", "--sets b: two has a"),
         ("--max-tokens 9", "drop --max-tokens"),
         ("--algorithms copy", "compares on text: drop --algorithms"),
     ):
         assert words in refused(*given, *flags.split())
     # questions are not taken for a text
-    text = ["--encodings", "rope", "--tokens", "32", "--lengths", "64", "--subset", "valid", "--out", "x"]
+    text = ["--encodings", "rope", "--tokens", "32", "--lengths", "64", "--split", "valid", "--out", "x"]
     said = refused("made", *text)
     assert "made holds questions" in said and "--eval-data NAME=made" in said
     assert "made holds questions" in refused(corpus, *text, "--eval-data", "more=made")
@@ -396,7 +411,12 @@ def long_ones(start: int, number: int) -> list[Question]:
         ({"valid": [*questions(2, 4), *long_ones(9, 1)]}, "", "", "question 'long9' of b takes "),
         ({"valid": long_ones(9, 2)}, "64, updates", "640, updates", "question 'long9' of b takes "),
         ({}, 'data = "made"', 'data = "made", sets = ["b"]', None),
-        ({}, "methods = [", 'asking = { by = "likelihood" }\nmethods = [', "question 'q6' of b has no choices"),
+        (
+            {},
+            "methods = [",
+            'question_config = { answer_mode = "likelihood" }\nmethods = [',
+            "question 'q6' of b has no choices",
+        ),
         ({}, "warmup = 1 }", 'warmup = 1, mixture = "capped:none" }', "--mixture capped:none is not one of"),
         ({}, "warmup = 1 }", 'warmup = 1, mixture = "a=1,c=1" }', "--mixture names 'c', which is no set"),
     ],
@@ -420,15 +440,21 @@ def test_questions_that_do_not_fit_are_found_before_anything_is_trained(place, c
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (('kind = "answers"', 'kind = "text"'), "pretrained of scale 'laptop' is for kind answers"),
+        (('kind = "answers"', 'kind = "text"'), "pretrained of preset 'laptop' is for kind answers"),
         (("questions = {", "other = {"), "unknown key 'other'"),
-        (("questions = { made", "# { made"), "scale 'laptop' lacks questions"),
-        (("tuning = { tokens = 64", 'tuning = { tokens = "64"'), "tokens of tuning of scale 'laptop' must be a whole"),
+        (("questions = { made", "# { made"), "preset 'laptop' lacks questions"),
+        (("tuning = { tokens = 64", 'tuning = { tokens = "64"'), "tokens of tuning of preset 'laptop' must be a whole"),
         (("tuning = { tokens", "tuning = { steps = 3, tokens"), "unknown key 'steps'"),
         (('questions = { made = { data = "made"', 'questions = { made = { dta = "made"'), "unknown key 'dta'"),
-        (("tokens = 32", 'asking = { by = "guess" }\ntokens = 32'), "generation or likelihood, not 'guess'"),
+        (
+            ("tokens = 32", 'question_config = { answer_mode = "guess" }\ntokens = 32'),
+            "generation or likelihood, not 'guess'",
+        ),
         (('"qasper"]', '"qaspre"]'), "of an unknown set 'qaspre' (did you mean 'qasper'?)"),
-        (('"prepare-answers"', '"prepare-answer"'), "prepared by 'prepare-answer' (did you mean 'prepare-answers'?)"),
+        (
+            ('"prepare-questions"', '"prepare-question"'),
+            "prepared by 'prepare-question' (did you mean 'prepare-questions'?)",
+        ),
     ],
 )
 def test_malformed_recipes_are_refused(change, words, tmp_path):
@@ -453,24 +479,29 @@ def test_methods_that_do_not_fit_are_refused_before_training(place, corpus, old,
 
 def test_folders_that_are_not_there_are_refused_in_a_dry_run_without_the_text_too(place):
     """The recipe says how the text is made, and of the questions nothing."""
-    recipe = RECIPE.replace('data = "made", prepare = ["prepare-answers", "qasper"]', 'data = "nowhere"')
+    recipe = RECIPE.replace('data = "made", prepare = ["prepare-questions", "qasper"]', 'data = "nowhere"')
     text = 'data = "text"\ncorpus = "wikitext103"\ntokens = 32'
     (place / "mine.toml").write_text(recipe.replace("tokens = 32", text))
     given = ["--recipe", "mine.toml", "--out", "x", "--launcher", "dry-run"]
     assert "nowhere does not exist" in refused(*given)
-    (place / "mine.toml").write_text('base = "fire-lm"\n[scales.paper.evaluate]\nown = "nowhere"\n')
-    assert "nowhere does not exist" in refused(*given, "--scale", "paper")
+    (place / "mine.toml").write_text('base = "fire-lm"\n[presets.paper.evaluate]\nown = "nowhere"\n')
+    assert "nowhere does not exist" in refused(*given, "--preset", "paper")
 
 
 def test_a_sweep_on_record_is_taken_up_again_and_not_by_one_of_another_kind(place, corpus):
     """A method that continues another, and says nothing of how, is the same in the record."""
     given, folder = [corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x"], SweepFolder(Path("x"))
-    state = run_sweep.state(*resolve_sweep(*given))
-    folder.write(state)
-    assert state.methods["rope-pi"].continues == "rope" and run_sweep.state(*resolve_sweep(*given)) == state
+    state = run_sweep.merged_record(*resolve_sweep(*given))
+    folder.write_record(state)
+    assert state.methods["rope-pi"].continues == "rope" and run_sweep.merged_record(*resolve_sweep(*given)) == state
     text = [corpus, "--encodings", "rope", "--tokens", "32", "--updates", "3", "--batch-sentences", "4"]
-    said = refused(*text, "--lengths", "64", "--out", "x", "--subset", "valid")
+    said = refused(*text, "--lengths", "64", "--out", "x", "--split", "valid")
     assert "holds a sweep of another kind" in said
-    assert folder.state() == state and state.kind == "answers" and state.tasks == ("made",)
-    assert state.questions == {"made": Questions("made", dataset.digest(Path("made")), ("made",))}
-    assert (state.settings.tokens, state.tuned.tokens, state.tuned.updates, state.asking) == (32, 64, 2, Asking())
+    assert folder.read_record() == state and state.kind == "answers" and state.tasks == ("made",)
+    assert state.questions == {"made": EvaluationQuestions("made", dataset.dataset_digest(Path("made")), ("made",))}
+    assert (state.settings.tokens, state.fine_tuning.tokens, state.fine_tuning.updates, state.question_config) == (
+        32,
+        64,
+        2,
+        QuestionConfig(),
+    )

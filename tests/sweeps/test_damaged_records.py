@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_rpe.analysis import bias_history
+from fairseq_rpe.analysis import bias_snapshots
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.renamed import LAST_COMMIT_OF_OLD_LAYOUT
+from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.sweeps.sweep_record import SweepFolder
 
-STATE = {"settings": {}, "encodings": ["alibi"], "seeds": [1], "lengths": [64]}
+STATE = {"layout": 2, "settings": {}, "encodings": ["alibi"], "seeds": [1], "lengths": [64]}
 
 
 @pytest.mark.parametrize(
@@ -34,19 +36,31 @@ STATE = {"settings": {}, "encodings": ["alibi"], "seeds": [1], "lengths": [64]}
 def test_a_damaged_record_of_a_sweep(change: dict, words: str, tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     path.write_text(json.dumps(STATE))
-    assert SweepFolder(tmp_path).state().lengths == (64,)
+    assert SweepFolder(tmp_path).read_record().lengths == (64,)
     path.write_text(json.dumps({**STATE, **change}))
     with pytest.raises(UserError) as caught:
-        SweepFolder(tmp_path).state()
+        SweepFolder(tmp_path).read_record()
     said = str(caught.value)
     assert said.startswith(f"{path}: ") and words in said and said.endswith("restore it or delete it")
 
 
+@pytest.mark.parametrize("layout", [None, 1, 3, "2"])
+def test_a_record_of_another_layout_is_refused(layout: object, tmp_path: Path) -> None:
+    """An earlier one names the commit that reads it."""
+    record = {"settings": {}, "encodings": [], "seeds": []} | ({} if layout is None else {"layout": layout})
+    for folder in (SweepFolder(tmp_path), CheckpointFolder(tmp_path)):
+        folder.record_path.write_text(json.dumps(record))
+        with pytest.raises(UserError) as caught:
+            folder.read_record()
+        words = LAST_COMMIT_OF_OLD_LAYOUT if layout is None else "update fairseq-rpe"
+        assert str(caught.value).startswith(str(folder.record_path)) and words in str(caught.value)
+
+
 @pytest.mark.parametrize("change", [{"step": "x"}, {"distances": 3}, {"bias": []}, {"bias": {"model": [["x"]]}}])
 def test_a_damaged_look(change: dict, tmp_path: Path) -> None:
-    path, look = tmp_path / bias_history.FILE, {"step": 3, "distances": [0, 1], "bias": {"model": [[0, -1.5]]}}
+    path, look = tmp_path / bias_snapshots.FILE, {"step": 3, "distances": [0, 1], "bias": {"model": [[0, -1.5]]}}
     path.write_text(json.dumps(look) + '\n{"step": 5, "distances": [0], "bias": {"model": [[-Infinity]]}}\n')
-    assert [one["step"] for one in bias_history.read(tmp_path)] == [3, 5]
+    assert [one["step"] for one in bias_snapshots.read_history(tmp_path)] == [3, 5]
     path.write_text(json.dumps(look) + "\n" + json.dumps({**look, **change}) + "\n")
-    with pytest.raises(UserError, match=r"profiles.jsonl line 2: .* of the look must be .*: delete that line"):
-        bias_history.read(tmp_path)
+    with pytest.raises(UserError, match=r"profiles.jsonl line 2: .* of the snapshot must be .*: delete that line"):
+        bias_snapshots.read_history(tmp_path)

@@ -10,15 +10,15 @@ import torch
 from sweep_commands import dry_run, flag, parse
 
 from fairseq_rpe import algorithms, encodings, positions
-from fairseq_rpe.checkpoints.model_sizes import SIZES, full_name
-from fairseq_rpe.data.prepare_options import KNOWN
-from fairseq_rpe.evaluation.position_limits import longest_row
+from fairseq_rpe.checkpoints.model_sizes import MODEL_SIZES, full_arch_name
+from fairseq_rpe.data.prepare_options import CORPORA
+from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.runs.defaults import defaults_for
-from fairseq_rpe.runs.settings import Request
+from fairseq_rpe.runs.settings import TrainingRequest
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.recipes import Scale
+from fairseq_rpe.sweeps.recipes import Preset
 from fairseq_rpe.sweeps.sweep_record import Method
-from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.records import from_attributes
 
 BUILT_IN = recipes.names()
 DRAWN = ["fire-lm-512", "fire-lm-large", "fire-lm-transfer"]  # their papers have figures, and no numbers
@@ -28,10 +28,10 @@ OWN = ["passkey", "retrieval", "survey-encodings"]  # tests that are published, 
 UNPRINTED = ["warping-copy", *EXTEND, *OWN]  # a figure, of which no values are printed; or none of such models
 # a large model on several corpora, or tables of corpora and lengths, which no small corpus can show
 PAPER_ONLY = ["fire-lm-transfer", *(name for name in BUILT_IN if name.startswith("survey-") and name not in OWN)]
-SCALES = [(name, scale) for name in BUILT_IN for scale in recipes.load(name).scales]
+SCALES = [(name, scale) for name in BUILT_IN for scale in recipes.load(name).presets]
 # those for answers: test_answer_recipes.py
 TRAINED = [name for name in BUILT_IN if recipes.load(name).kind != "answers"]
-RECIPES = [name for name in TRAINED if "paper" in recipes.load(name).scales]
+RECIPES = [name for name in TRAINED if "paper" in recipes.load(name).presets]
 
 EXTRAPOLATION = {  # Exploring Transformer Extrapolation, Table 3; ReLU, untied and dropout: the authors' code
     "tokens": 512, "batch": 128, "updates": 50_000, "warmup": 4_000, "lr": 5e-4, "schedule": "inverse_sqrt",
@@ -91,12 +91,12 @@ PAPERS = {
 COUNTS = {"fire-lm": 125e6, "fire-lm-shared": 125e6, "fire-lm-large": 350e6, "fire-lm-512": 125e6, "warping-lm": 124e6}
 
 
-def training_lengths(scale: Scale) -> list[tuple[int, int]]:
+def training_lengths(scale: Preset) -> list[tuple[int, int]]:
     """Tokens in training and tokens of the longest test row, for every task of a scale."""
     if scale.tokens:
         return [(scale.tokens, max(scale.tokens, *scale.lengths))]
     tasks = [algorithms.build(spec) for spec in scale.algorithms]
-    return [(t.tokens(t.longest("train")), t.tokens(t.longest("test"))) for t in tasks]
+    return [(t.num_tokens(t.max_length("train")), t.num_tokens(t.max_length("test"))) for t in tasks]
 
 
 def test_every_recipe_loads():
@@ -106,10 +106,10 @@ def test_every_recipe_loads():
         recipe = recipes.load(name)
         assert recipe.name == name and recipe.title and recipe.paper
         assert name in UNPRINTED or recipe.published.source
-        for scale in recipe.scales.values() if name in RECIPES else ():
-            assert (scale.corpus in KNOWN and scale.data) if recipe.kind == "text" else scale.corpus is None
+        for scale in recipe.presets.values() if name in RECIPES else ():
+            assert (scale.corpus in CORPORA and scale.data) if recipe.kind == "text" else scale.corpus is None
         larger = {"survey-encodings": "laptop"}.get(name, "large" if name in (*OWN, *EXTEND) else "paper")
-        assert ("laptop" in recipe.scales) == (name not in PAPER_ONLY) and larger in recipe.scales
+        assert ("laptop" in recipe.presets) == (name not in PAPER_ONLY) and larger in recipe.presets
 
 
 @pytest.mark.parametrize(("name", "scale"), SCALES)
@@ -119,19 +119,19 @@ def test_every_method_builds_and_holds_the_longest_row(name, scale):
     Those of a few training lengths are evaluated as far as their positions reach.
     """
     recipe = recipes.load(name)
-    settings = recipe.scale(scale)
-    chosen = recipe.choose(settings.methods or ("all",))
+    settings = recipe.preset(scale)
+    chosen = recipe.select_methods(settings.methods or ("all",))
     assert {m.name for m in chosen} <= {m.name for m in recipe.methods}
     assert len(chosen) >= (1 if settings.rpe_share else 3)
     for method in recipe.methods:
         for trained, longest in training_lengths(settings):
-            settled = settings.settled(method, trained)
+            settled = settings.resolve_method(method, trained)
             encodings.build(settled.rpe_eval or settled.rpe, heads=4, width=128, length=trained)
             encoding = encodings.build(settled.rpe, heads=4, width=128, length=trained)
             for spec in (settled.positions_train, settled.positions_eval):
                 transform = positions.build(spec or "identity", trained)
                 assert transform.evaluation and not (transform.fractional and encoding.position_type == "whole")
-            held = min(longest, longest_row(method.positions_eval, trained) or longest)
+            held = min(longest, max_length(method.positions_eval, trained) or longest)
             assert held >= trained and (held == longest or method.name in ("randomized-2x", "randomized-3x"))
             for spec, length in ((settled.positions_train, trained), (method.positions_eval or "identity", held)):
                 row, generator = torch.arange(length, dtype=torch.float32)[None], torch.Generator().manual_seed(0)
@@ -148,17 +148,17 @@ def test_published_values_are_of_methods(name):
     for method, row in values.items():
         assert all(isinstance(v, float) and v > 0 for v in row.values())
         if recipe.kind == "answers":
-            asked = {name for folder in recipe.scale("paper").questions.values() for name in folder.sets}
-            assert set(row) <= {*asked, "mean"} or set(map(int, row)) == set(recipe.scale("paper").lengths)
+            asked = {name for folder in recipe.preset("paper").questions.values() for name in folder.sets}
+            assert set(row) <= {*asked, "mean"} or set(map(int, row)) == set(recipe.preset("paper").lengths)
         elif recipe.kind == "algorithms":
-            assert set(row) <= set(recipe.scale("paper").algorithms) and max(row.values()) <= 100
+            assert set(row) <= set(recipe.preset("paper").algorithms) and max(row.values()) <= 100
         else:
-            wanted = recipe.scale("paper").lengths[: 2 if method == "randomized-2x" else None]
+            wanted = recipe.preset("paper").lengths[: 2 if method == "randomized-2x" else None]
             assert set(map(int, row)) == set(wanted)
 
 
 def test_every_recipe_is_in_the_table():
-    assert set(PAPERS) == set(RECIPES) and sum("desktop" in recipes.load(name).scales for name in RECIPES) == 4
+    assert set(PAPERS) == set(RECIPES) and sum("desktop" in recipes.load(name).presets for name in RECIPES) == 4
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -169,24 +169,24 @@ def test_the_paper_scale_is_the_papers(name, tmp_path, monkeypatch):
     monkeypatch.setattr(algorithms.base.Algorithm, "lengths", lambda *_: [2, 3])
     for processes in (1, 8):
         expected = dict(PAPERS[name])
-        lines = dry_run("--recipe", name, "--scale", "paper", "--nproc", processes)
+        lines = dry_run("--recipe", name, "--preset", "paper", "--nproc", processes)
         if corpus := expected.pop("prepare", None):
             folder = f"data-bin/{corpus}-gpt2"
-            assert lines.pop(0) == ["prepare-known", corpus, "--dest", folder, "--tokenizer", "gpt2"]
+            assert lines.pop(0) == ["prepare-corpus", corpus, "--out", folder, "--tokenizer", "gpt2"]
             others = {text: f"data-bin/{text}-gpt2" for text in expected.pop("evaluate", [])}
             for text, place in others.items():
-                assert lines.pop(0) == ["prepare-known", text, "--dest", place, "--vocab-from", folder]
+                assert lines.pop(0) == ["prepare-corpus", text, "--out", place, "--vocab-from", folder]
             on = [line[2] for line in lines if line[0] == "eval"]
             assert len({on.count(place) for place in (folder, *others.values())}) == 1
             assert all({folder, *others.values()} & set(line) for line in lines)
         trained = [parse(line) for line in lines if line[0] == "train"]
-        scored = [parse(line) for line in lines if line[0] in ("eval", "accuracy")]
+        scored = [parse(line) for line in lines if line[0] in ("eval", "eval-task")]
         assert trained and scored and len(trained) + len(scored) == len(lines)
         vocabulary, wanted = expected.pop("vocabulary", None), expected.pop("lengths", None)
-        assert recipes.load(name).scale("paper").vocabulary == vocabulary
+        assert recipes.load(name).preset("paper").vocabulary == vocabulary
         for one in scored if wanted else ():
             # L = 1024
-            assert one.lengths == (wanted[:2] if one.positions == "randomized:times=2,per=row" else wanted)
+            assert one.lengths == (wanted[:2] if one.positions_eval == "randomized:times=2,per=row" else wanted)
         further = expected.pop("further", {})
         assert [one.rpe for one in trained if one.finetune_from] == list(further)
         for one in trained:
@@ -195,8 +195,8 @@ def test_the_paper_scale_is_the_papers(name, tmp_path, monkeypatch):
             found = {key: batch if key == "batch" else getattr(one, key) for key in stated}
             for key, value in stated.items():
                 assert found[key] == (pytest.approx(value) if isinstance(value, float) else value), key
-            request = filled(Request, one)
-            assert filled(Request, parse(["train", *request.argv()])) == request
+            request = from_attributes(TrainingRequest, one)
+            assert from_attributes(TrainingRequest, parse(["train", *request.argv()])) == request
     assert not list(tmp_path.iterdir())
 
 
@@ -209,14 +209,14 @@ def test_the_model_has_as_many_parameters_as_published(name):
 
     from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
 
-    scale, dictionary = recipes.load(name).scale("paper"), Dictionary()
+    scale, dictionary = recipes.load(name).preset("paper"), Dictionary()
     for n in range(scale.vocabulary - len(dictionary)):
         dictionary.add_symbol(str(n))
     task = LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
     own = {"tokens_per_sample": scale.tokens, "share_decoder_input_output_embed": scale.share_embeddings}
     own |= {"rpe": "fire" if "fire" in name else "rope", "rpe_share": scale.rpe_share or "auto"}
     args = Namespace(activation_fn=scale.activation_fn, **own)
-    ARCH_CONFIG_REGISTRY[full_name(PAPERS[name]["arch"])](args)
+    ARCH_CONFIG_REGISTRY[full_arch_name(PAPERS[name]["arch"])](args)
     with torch.device("meta"):
         model = TransformerRPELanguageModel.build_model(args, task)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(COUNTS[name], rel=0.02)
@@ -229,27 +229,31 @@ def test_scales_resolve(name, scale, tmp_path, monkeypatch):
     # the numbers of items follow from the examples, ten thousand of each task
     monkeypatch.setattr(algorithms.base.Algorithm, "lengths", lambda *_: [2, 3])
     recipe = recipes.load(name)
-    settings = recipe.scale(scale)
+    settings = recipe.preset(scale)
     # the further training of a method is as long as the recipe says
-    methods = [one for one in recipe.choose(settings.methods or ("all",)) if one.continues is None]
-    lines = dry_run("--recipe", name, "--scale", scale, "--methods", " ".join(one.name for one in methods))
-    lines = [line for line in lines if line[0] != "prepare-known"]
+    methods = [one for one in recipe.select_methods(settings.methods or ("all",)) if one.continues is None]
+    lines = dry_run("--recipe", name, "--preset", scale, "--methods", " ".join(one.name for one in methods))
+    lines = [line for line in lines if line[0] != "prepare-corpus"]
     trainings = [line for line in lines if line[0] == "train"]
-    evaluations = [line for line in lines if line[0] in ("eval", "accuracy")]
+    evaluations = [line for line in lines if line[0] in ("eval", "eval-task")]
     assert len(trainings) + len(evaluations) == len(lines)
     data = [settings.data] if recipe.kind == "text" else settings.algorithms
-    shared = {(m.rpe, m.positions_train) for m in (settings.settled(one, settings.tokens or 0) for one in methods)}
+    shared = {
+        (m.rpe, m.positions_train) for m in (settings.resolve_method(one, settings.tokens or 0) for one in methods)
+    }
     trained = list(map(parse, trainings))
     found = [
         (str(one.data) if recipe.kind == "text" else one.algorithm, one.rpe, one.positions_train) for one in trained
     ]
     assert sorted(found) == sorted((one, *pair) for one in data for pair in shared)
     for one in trained:
-        assert str(one.save_dir).startswith(f"runs/{name}-{scale}/runs/") and tuple(one.extra) == settings.extra
+        assert str(one.out).startswith(f"runs/{name}-{scale}/runs/") and tuple(one.extra) == settings.extra
         for key in ("updates", "arch", "tokens", "lr", "dropout", "schedule", "warmup", "blocks"):
             assert getattr(settings, key) in (None, getattr(one, key)), key
     texts = len(data) + len(settings.evaluate)
-    squeezed = [line for line in evaluations if "--positions" in line and flag(line, "--positions") == "interpolate"]
+    squeezed = [
+        line for line in evaluations if "--positions-eval" in line and flag(line, "--positions-eval") == "interpolate"
+    ]
     assert len(squeezed) == texts * sum(m.positions_eval == "interpolate" for m in methods)
     assert len(evaluations) == texts * len(methods) and (name not in WARPED or len(trainings) < len(evaluations))
     for command in evaluations if recipe.kind == "text" else ():
@@ -259,10 +263,10 @@ def test_scales_resolve(name, scale, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "desktop" in recipes.load(name).scales])
+@pytest.mark.parametrize("name", [name for name in RECIPES if "desktop" in recipes.load(name).presets])
 def test_the_desktop_scale_trains_for_long_enough_to_show_the_effect(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = dry_run("--recipe", name, "--scale", "desktop")
+    lines = dry_run("--recipe", name, "--preset", "desktop")
     trained = [parse(line) for line in lines if line[0] == "train"]
     assert [one.rpe for one in trained] == ["sinusoidal", "alibi", "kerple_log", "type1", "inv_n"]
     for one in trained:
@@ -273,9 +277,9 @@ def test_the_desktop_scale_trains_for_long_enough_to_show_the_effect(name, tmp_p
     assert {parse(line).lengths for line in lines if line[0] == "eval"} == {lengths}
     published = recipes.load(name).published.values
     assert len(published) == 9
-    named = dry_run("--recipe", name, "--scale", "desktop", "--methods", " ".join(published))
+    named = dry_run("--recipe", name, "--preset", "desktop", "--methods", " ".join(published))
     assert len([line for line in named if line[0] == "train"]) == 9
-    other = parse(dry_run("--recipe", name, "--scale", "desktop", "--compute-dtype", "fp32")[1])
+    other = parse(dry_run("--recipe", name, "--preset", "desktop", "--compute-dtype", "fp32")[1])
     assert other.compute_dtype == "fp32"
 
 
@@ -303,7 +307,7 @@ def test_warping_is_the_papers():
             assert method.positions_eval == (method.positions_train if randomized else "interpolate")
         for n in times:
             transform = positions.build(methods[f"randomized-{n}x"].positions_train, 100)
-            assert (transform.max, transform.config.per) == (100 * n, "row")  # a draw for each example
+            assert (transform.max_position, transform.config.per) == (100 * n, "row")  # a draw for each example
     sixth = positions.build("warp:alpha=1/6").config.alpha
     drawn = positions.build("warp:alpha=choice(0.4;0.5;0.6;0.7;0.8)")
     assert drawn.alphas.tolist() == [0.4, 0.5, 0.6, 0.7, 0.8]
@@ -340,19 +344,22 @@ def test_table_b():
 
 def test_figure_3_copies_from_one_item_on_by_rope_and_alibi():
     for scale in ("laptop", "paper"):
-        (spec,) = recipes.load("warping-copy").scale(scale).algorithms
+        (spec,) = recipes.load("warping-copy").preset(scale).algorithms
         task = algorithms.build(f"{spec},train=300,test=400")
         assert (task.lengths("train"), task.lengths("test")) == (list(range(1, 11)), list(range(1, 21)))
-        assert SIZES[recipes.load("warping-copy").scale(scale).arch].layers == 2
+        assert MODEL_SIZES[recipes.load("warping-copy").preset(scale).arch].layers == 2
     table = {m.name: m for m in recipes.load("warping-copy").methods}
     assert table["rope"] == Method("rope", "rope") and table["alibi"] == Method("alibi", "alibi")
 
 
 def test_the_small_scales_of_fires_models_show_their_subject():
     """A shorter training length, and a larger model at a lower learning rate, than fire-lm's at the same scale."""
-    usual, short, large = (recipes.load(f"fire-lm{name}").scale("laptop") for name in ("", "-512", "-large"))
+    usual, short, large = (recipes.load(f"fire-lm{name}").preset("laptop") for name in ("", "-512", "-large"))
     assert (short.tokens * 4, max(short.lengths)) == (usual.tokens, 16 * short.tokens)
-    assert SIZES[large.arch].layers > SIZES[usual.arch].layers and SIZES[large.arch].width > SIZES[usual.arch].width
+    assert (
+        MODEL_SIZES[large.arch].layers > MODEL_SIZES[usual.arch].layers
+        and MODEL_SIZES[large.arch].width > MODEL_SIZES[usual.arch].width
+    )
     assert large.tokens == usual.tokens and large.lr < defaults_for(usual.arch, False).lr
 
 
@@ -384,13 +391,13 @@ def test_the_other_corpora_are_changes_of_the_first():
     for name in ("books", "github", "wikibook"):
         recipe = recipes.load(f"extrapolation-{name}")
         assert recipe.methods == base.methods and recipe.title != base.title
-        laptop = recipe.scale("laptop")
+        laptop = recipe.preset("laptop")
         assert laptop.data == f"data-bin/{name}" and laptop.arch == "tiny"
         assert laptop.tokens == min(LENGTHS) and set(laptop.lengths) <= set(LENGTHS)
         assert max(laptop.lengths) == max(LENGTHS) and set(laptop.methods) == set(recipe.published.values)
         for scale, own in (("paper", {"data": f"data-bin/{name}-gpt2", "arch": "base"}), ("desktop", {})):
             own = {"data": f"data-bin/{name}-4096", "corpus": name, **own}
-            assert recipe.scale(scale) == replace(base.scale(scale), **own)
+            assert recipe.preset(scale) == replace(base.preset(scale), **own)
         assert recipe.published.settings.model.startswith("12 layers of width 768")
         assert name in recipe.published.source.lower()
         assert recipe.published.values["alibi"] != base.published.values["alibi"]
@@ -399,19 +406,19 @@ def test_the_other_corpora_are_changes_of_the_first():
 def test_fire_and_its_ablations():
     """Tables 3 to 7: each ablation is another network, and FIRE-S has its parameters once."""
     recipe = recipes.load("fire-lm")
-    assert recipe.published.measure == "log_ppl" and recipe.published.form == ".3f"
+    assert recipe.published.measure == "log_ppl" and recipe.published.number_format == ".3f"
     values = recipe.published.values
     assert values["fire"]["8192"] == 3.056 and values["fire-no-log"]["8192"] == 3.334 and values["rope"]["512"] == 3.178
-    scale = recipe.scale("paper")
+    scale = recipe.preset("paper")
     assert set(values) == set(scale.methods)  # the others have no published values
-    specs = {m.name: scale.settled(m, 2048).rpe for m in recipe.methods}
+    specs = {m.name: scale.resolve_method(m, 2048).rpe for m in recipe.methods}
     methods = {name: encodings.build(spec, heads=12, width=768, length=2048) for name, spec in specs.items()}
     sizes = {name: sum(p.numel() for p in made.parameters()) for name, made in methods.items() if "fire" in name}
     counts = {"fire fire-gelu": 1518, "fire-no-threshold fire-fixed-threshold": 1517, "fire-no-log": 1516}
     counts |= {"fire-1-layer fire-output-relu": 462, "fire-linear": 26}
     assert sizes == {name: count for names, count in counts.items() for name in names.split()}
     shared = recipes.load("fire-lm-shared")
-    assert shared.scale("paper") == replace(recipe.scale("paper"), rpe_share="model", methods=("fire",))
+    assert shared.preset("paper") == replace(recipe.preset("paper"), rpe_share="model", methods=("fire",))
     assert shared.published.values["fire"]["2048"] == 3.10
 
 
@@ -428,7 +435,7 @@ def test_the_surveys_table(name):
     recipe, methods = recipes.load(name), ("sinusoidal", "t5_bias", "alibi", "rope")
     found = {method: tuple(row.values()) for method, row in recipe.published.values.items()}
     assert found == dict(zip(methods, SURVEYED[name], strict=True))
-    assert tuple(m.name for m in recipe.methods) == methods and recipe.scale("paper").methods is None
+    assert tuple(m.name for m in recipe.methods) == methods and recipe.preset("paper").methods is None
 
 
 LINEAR, YARN = "rope:scaling=linear,factor=4", "rope:scaling=yarn,factor=4,original_length=64"
@@ -452,9 +459,9 @@ EXTENDED = {  # method: encoding, encoding in evaluation, positions in training,
 def test_extended_four_times_and_read_at_sixteen_with_controls():
     recipe = recipes.load("extend")
     for size, tokens in (("laptop", 64), ("desktop", 512), ("large", 2048)):
-        scale = recipe.scale(size)
+        scale = recipe.preset(size)
         assert (scale.tokens, scale.lengths) == (tokens, tuple(tokens * n for n in (1, 2, 4, 8, 16)))
-        methods = {method.name: scale.settled(method, tokens) for method in recipe.methods}
+        methods = {method.name: scale.resolve_method(method, tokens) for method in recipe.methods}
         for name, method in methods.items():
             at = {"pose": tokens}.get(name, 4 * tokens)
             assert not method.continues or (method.further.tokens or tokens) == at
@@ -471,6 +478,6 @@ def test_extended_four_times_and_read_at_sixteen_with_controls():
 def test_each_way_to_extend_has_its_controls(name):
     base, recipe = recipes.load("extend"), recipes.load(name)
     assert recipe.methods == base.methods and recipe.title != base.title
-    for size, scale in recipe.scales.items():
+    for size, scale in recipe.presets.items():
         assert {"rope", "rope-longer", name.partition("-")[2]} < set(scale.methods)
-        assert replace(scale, methods=None) == base.scale(size)
+        assert replace(scale, methods=None) == base.preset(size)

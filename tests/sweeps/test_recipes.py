@@ -14,15 +14,15 @@ from refusal import refused as raises
 from sweep_commands import DRY, LAUNCHERS, dry_run, flag, parse, recipe_error, refused
 
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.recipes import Scale
+from fairseq_rpe.sweeps.recipes import Preset
 from fairseq_rpe.sweeps.sweep_record import Method
 
 GOOD: dict[str, Any] = {
     "title": "A title",
     "paper": "A paper",
     "kind": "algorithms",
-    "methods": {"first": {"rpe": "rope"}, "second": {"rpe": "alibi", "positions_eval": "offset:by=2"}},
-    "scales": {"laptop": {"algorithms": ["copy:test=50"], "updates": 9, "lr": 0.01, "methods": ["first"]}},
+    "methods": {"first": {"rpe": "rope"}, "second": {"rpe": "alibi", "positions_eval": "offset:offset=2"}},
+    "presets": {"laptop": {"algorithms": ["copy:test=50"], "updates": 9, "lr": 0.01, "methods": ["first"]}},
     "published": {"source": "Table 9", "first": {"copy": 12.5}},
 }
 
@@ -85,18 +85,18 @@ def test_the_command_line_wins_over_the_recipe(tmp_path):
     assert flag(train, "--algorithm") == "copy:test=50" and flag(train, "--rpe") == "rope"
     own = ["--methods", "all", "--algorithms", "reverse:test=400", "--updates", 7, "--lr", 0.5, "--lengths", "2,3"]
     lines = dry_run(*given, *own, "--seeds", 4)
-    assert [line[0] for line in lines] == ["train", "accuracy"] * 2
+    assert [line[0] for line in lines] == ["train", "eval-task"] * 2
     for line in lines[::2]:
         assert (flag(line, "--updates"), flag(line, "--lr"), flag(line, "--seed")) == ("7", "0.5", "4")
         assert flag(line, "--algorithm") == "reverse:test=400"
     assert [flag(line, "--rpe") for line in lines[::2]] == ["rope", "alibi"]
     assert all(flag(line, "--lengths") == "2,3" for line in lines[1::2])
-    assert "--positions" not in measure and flag(lines[3], "--positions") == "offset:by=2"
+    assert "--positions-eval" not in measure and flag(lines[3], "--positions-eval") == "offset:offset=2"
 
 
 def test_an_encoding_for_evaluation_alone_shares_the_training(corpus, tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text('base = "extend"\n[scales.laptop]\nlengths = [64, 128]\nmethods = ["rope", "yarn-untuned"]\n')
+    path.write_text('base = "extend"\n[presets.laptop]\nlengths = [64, 128]\nmethods = ["rope", "yarn-untuned"]\n')
     lines = dry_run(corpus, "--recipe", path, "--out", tmp_path / "x")
     assert [line[0] for line in lines] == ["train", "eval", "eval"] and "--rpe" not in lines[1]
     assert flag(lines[2], "--rpe") == "rope:scaling=yarn,factor=4,original_length=64"
@@ -109,52 +109,52 @@ def test_a_recipe_may_share_parameters_and_the_command_line_wins(corpus, tmp_pat
 
 
 def test_another_vocabulary_is_refused(corpus, tmp_path):
-    paper = ["--recipe", "extrapolation-wikitext103", "--scale", "paper"]
+    paper = ["--recipe", "extrapolation-wikitext103", "--preset", "paper"]
     for launcher in ([], DRY):
         said = refused(corpus, *paper, *launcher, "--out", tmp_path / "x")
         assert f"{corpus} has a vocabulary of " in said and "trains on 50,265 of gpt2: prepare another folder" in said
-        assert "fairseq-rpe prepare-known wikitext103 --dest data-bin/wikitext103-gpt2 --tokenizer gpt2" in said
+        assert "fairseq-rpe prepare-corpus wikitext103 --out data-bin/wikitext103-gpt2 --tokenizer gpt2" in said
     right = with_vocabulary(corpus, tmp_path, 50_265)
     lines = dry_run(right, *paper, "--tokens", "512", "--lengths", "600", "--out", tmp_path / "x")
     assert lines[0][:2] == ["train", str(right)]
-    said = refused(right, *paper[:2], "--scale", "desktop")
+    said = refused(right, *paper[:2], "--preset", "desktop")
     assert "has a vocabulary of 50,265 types, this recipe trains on 4,096 of bpe" in said
-    assert "--dest data-bin/wikitext103-4096 --tokenizer bpe --vocab-size 4096" in said
+    assert "--out data-bin/wikitext103-4096 --tokenizer bpe --vocab-size 4096" in said
 
 
 def test_a_recipe_of_your_own_names_its_vocabulary(corpus, tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text('base = "fire-lm"\n[scales.laptop]\nvocabulary = 999\n')
+    path.write_text('base = "fire-lm"\n[presets.laptop]\nvocabulary = 999\n')
     said = refused(corpus, "--recipe", path)
-    assert "this recipe trains on 999: prepare another folder" in said and "prepare-known stdlib --dest" in said
-    scales = '[scales.laptop]\ntokens = 32\nlengths = [32]\nvocabulary = 999\ntokenizer = "bpe"\n'
+    assert "this recipe trains on 999: prepare another folder" in said and "prepare-corpus stdlib --out" in said
+    scales = '[presets.laptop]\ntokens = 32\nlengths = [32]\nvocabulary = 999\ntokenizer = "bpe"\n'
     path.write_text(f'title = "t"\npaper = "p"\nkind = "text"\n[methods.a]\nrpe = "alibi"\n{scales}')
     said = refused(corpus, "--recipe", path)
-    assert f"fairseq-rpe prepare SOURCE --dest {corpus}-bpe --tokenizer bpe --vocab-size 999" in said
+    assert f"fairseq-rpe prepare SOURCE --out {corpus}-bpe --tokenizer bpe --vocab-size 999" in said
 
 
 def test_a_laptop_scale_takes_any_vocabulary(corpus, tmp_path):
-    scales = [recipe.scales["laptop"] for recipe in map(recipes.load, recipes.names()) if "laptop" in recipe.scales]
+    scales = [recipe.presets["laptop"] for recipe in map(recipes.load, recipes.names()) if "laptop" in recipe.presets]
     assert scales and all(scale.vocabulary is None for scale in scales)
     assert dry_run(corpus, "--recipe", "fire-lm", "--out", tmp_path / "x")[0][0] == "train"
 
 
 def test_a_folder_that_is_not_there_is_told_with_its_preparation(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    how = "make it with fairseq-rpe prepare-known books --dest {} --tokenizer gpt2"
-    paper = ["--recipe", "extrapolation-books", "--scale", "paper"]
+    how = "make it with fairseq-rpe prepare-corpus books --out {} --tokenizer gpt2"
+    paper = ["--recipe", "extrapolation-books", "--preset", "paper"]
     assert how.format("data-bin/books-gpt2") in refused(*paper)
     assert how.format("mine") in refused("mine", *paper)
-    assert dry_run("mine", *paper)[0] == ["prepare-known", "books", "--dest", "mine", "--tokenizer", "gpt2"]
+    assert dry_run("mine", *paper)[0] == ["prepare-corpus", "books", "--out", "mine", "--tokenizer", "gpt2"]
     [first, *_] = dry_run("--recipe", "fire-lm")
-    assert first == ["prepare-known", "stdlib", "--dest", "data-bin/stdlib"]
+    assert first == ["prepare-corpus", "stdlib", "--out", "data-bin/stdlib"]
     assert "does not exist" in refused("mine", "--encodings", "rope", "--lengths", "64", "--out", "x")
 
 
 def test_a_batch_is_divided(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def batch(given: str, recipe: str = "extrapolation-books --scale paper", line: int = 1) -> tuple:
+    def batch(given: str, recipe: str = "extrapolation-books --preset paper", line: int = 1) -> tuple:
         one = parse(dry_run("--recipe", *recipe.split(), *given.split())[line])
         return one.batch_sentences, one.update_freq
 
@@ -166,13 +166,13 @@ def test_a_batch_is_divided(tmp_path, monkeypatch):
     # one that the recipe does not say is divided too
     assert batch("--nproc 2", "warping-lm") == (8, None)
     assert batch("--nproc 2 --algorithms copy:items=3,test=60", "warping-algorithmic", 0) == (32, None)
-    said = refused("--recipe", "extrapolation-books", "--scale", "paper", "--nproc", "3")
+    said = refused("--recipe", "extrapolation-books", "--preset", "paper", "--nproc", "3")
     assert "the recipe's 128 sequences per update cannot be divided among 3 processes" in said
 
 
 def test_another_schedule_leaves_out_where_the_cosine_ends(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = ["--recipe", "fire-lm", "--scale", "paper", "--schedule", "linear"]
+    given = ["--recipe", "fire-lm", "--preset", "paper", "--schedule", "linear"]
     assert parse(dry_run(*given)[1]).min_lr is None
 
 
@@ -182,27 +182,27 @@ def test_another_schedule_leaves_out_where_the_cosine_ends(tmp_path, monkeypatch
 def test_a_good_recipe_is_read(tmp_path):
     recipe = recipes.load(str(written(tmp_path, GOOD)))
     assert (recipe.name, recipe.kind) == ("mine", "algorithms")
-    assert [m.name for m in recipe.choose(("all",))] == ["first", "second"]
-    assert [m.name for m in recipe.choose(("second", "first"))] == ["second", "first"]
-    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:by=2")
+    assert [m.name for m in recipe.select_methods(("all",))] == ["first", "second"]
+    assert [m.name for m in recipe.select_methods(("second", "first"))] == ["second", "first"]
+    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:offset=2")
     assert recipe.published.values["first"] == {"copy": 12.5}
     assert recipes.load(str(written(tmp_path, changed("published")))).published is None
 
 
 def test_a_recipe_takes_over_what_it_does_not_say(tmp_path):
     written(tmp_path, GOOD).rename(tmp_path / "base.toml")
-    scales = {"laptop": {"updates": 7}, "large": {"updates": 8, "algorithms": ["sort"]}}
-    methods = {"second": {"positions_eval": "offset:by=3"}, "third": {"rpe": "nope"}}
-    path = written(tmp_path, {"base": "base.toml", "title": "Mine", "scales": scales, "methods": methods})
+    presets = {"laptop": {"updates": 7}, "large": {"updates": 8, "algorithms": ["sort"]}}
+    methods = {"second": {"positions_eval": "offset:offset=3"}, "third": {"rpe": "nope"}}
+    path = written(tmp_path, {"base": "base.toml", "title": "Mine", "presets": presets, "methods": methods})
     recipe = recipes.load(str(path))
     assert (recipe.name, recipe.title, recipe.paper, recipe.kind) == ("mine", "Mine", "A paper", "algorithms")
-    assert recipe.scale("laptop") == Scale(algorithms=("copy:test=50",), updates=7, lr=0.01, methods=("first",))
-    assert recipe.scale("large") == Scale(algorithms=("sort",), updates=8)
+    assert recipe.preset("laptop") == Preset(algorithms=("copy:test=50",), updates=7, lr=0.01, methods=("first",))
+    assert recipe.preset("large") == Preset(algorithms=("sort",), updates=8)
     assert [m.name for m in recipe.methods] == ["first", "second", "third"]
-    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:by=3")
-    assert recipe.published.record() == GOOD["published"]
+    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:offset=3")
+    assert recipe.published.to_dict() == GOOD["published"]
     own = {"base": "base.toml", "published": {"source": "Table 1", "second": {"copy": 1.0}}}
-    assert recipes.load(str(written(tmp_path, own))).published.record() == own["published"]
+    assert recipes.load(str(written(tmp_path, own))).published.to_dict() == own["published"]
 
 
 def test_a_base_that_cannot_be_used_is_refused(tmp_path):
@@ -229,23 +229,33 @@ def test_a_long_chain_of_bases_is_read(tmp_path):
     [
         (changed("titel", to="x"), "unknown key 'titel' (did you mean 'title'?)"),
         (changed("methods", "first", "positions_trian", to="x"), "method 'first' has an unknown key 'positions_trian'"),
-        (changed("scales", "laptop", "update", to=3), "unknown key 'update' (did you mean 'updates'?)"),
+        (changed("presets", "laptop", "update", to=3), "unknown key 'update' (did you mean 'updates'?)"),
         (changed("methods", "first", "rpe"), "method 'first' lacks rpe"),
-        *((changed(key), f"lacks {key}") for key in ("title", "paper", "kind", "methods", "scales")),
+        *((changed(key), f"lacks {key}") for key in ("title", "paper", "kind", "methods", "presets")),
         (changed("title", to=3), "title of the recipe must be text, not 3"),
         (changed("methods", to=["rope"]), "methods of the recipe must be a table"),
         (changed("methods", "first", to="rope"), "method 'first' is not a table"),
         (changed("methods", "first", "rpe", to=5), "rpe of method 'first' must be text, not 5"),
-        (changed("scales", "laptop", "updates", to="many"), "updates of scale 'laptop' must be a whole number above 0"),
-        (changed("scales", "laptop", "updates", to=True), "updates of scale 'laptop' must be a whole number above 0"),
-        (changed("scales", "laptop", "algorithms", to="copy"), "algorithms of scale 'laptop' must be a list"),
-        (changed("scales", "laptop", to=3), "scale 'laptop' is not a table"),
+        (
+            changed("presets", "laptop", "updates", to="many"),
+            "updates of preset 'laptop' must be a whole number above 0",
+        ),
+        (changed("presets", "laptop", "updates", to=True), "updates of preset 'laptop' must be a whole number above 0"),
+        (changed("presets", "laptop", "algorithms", to="copy"), "algorithms of preset 'laptop' must be a list"),
+        (changed("presets", "laptop", to=3), "preset 'laptop' is not a table"),
         (changed("kind", to="algorithm"), "kind of the recipe must be text or algorithms or answers, not 'algorithm'"),
-        (changed("methods", to={}), "at least one method and one scale"),
-        (changed("scales", to={}), "at least one method and one scale"),
+        (changed("methods", to={}), "at least one method and one preset"),
+        (changed("presets", to={}), "at least one method and one preset"),
         (changed("methods", "two words", to={"rpe": "rope"}), "method 'two words' has a blank or comma"),
         (changed("published", to="Table 9"), "published of the recipe must be a table"),
-        (changed("scales", "laptop", "corpus", to="arxvi"), "unknown corpus 'arxvi' (did you mean 'arxiv'?)"),
+        (changed("presets", "laptop", "corpus", to="arxvi"), "unknown corpus 'arxvi' (did you mean 'arxiv'?)"),
+        (changed("scales", to={}), "the recipe has the old key 'scales': write 'presets'"),
+        (
+            changed("presets", "laptop", "asking", to={}),
+            "preset 'laptop' has the old key 'asking': write 'question_config'",
+        ),
+        (changed("presets", "laptop", "question_config", to={"by": "x"}), "old key 'by': write 'answer_mode'"),
+        (changed("presets", "laptop", "question_config", to={"cut": "x"}), "old key 'cut': write 'truncate'"),
     ],
 )
 def test_malformed_recipes_are_refused(recipe, words, tmp_path):
@@ -282,7 +292,7 @@ OUT_OF_RANGE |= {"rpe_share": ["head"], "updates": [0], "batch_sentences": [-1],
 def test_values_that_no_flag_would_take_are_refused(key, tmp_path):
     """A recipe's values are flags of ``sweep``: what its parser refuses is refused here, with the file's name."""
     for value in OUT_OF_RANGE[key]:
-        path = written(tmp_path, changed("scales", "laptop", key, to=value))
+        path = written(tmp_path, changed("presets", "laptop", key, to=value))
         said = refused("--recipe", path, "--out", tmp_path / "x", *DRY)
         assert str(path) in said and key in said
 
@@ -301,12 +311,12 @@ def test_what_is_no_toml_file_is_refused(tmp_path):
 def test_names_and_flags_that_do_not_go_with_a_recipe(tmp_path):
     path, other = written(tmp_path, GOOD), tmp_path / "other"
     other.mkdir()
-    scale = written(other, changed("scales", "laptop", "methods", to=["frist"]))
+    scale = written(other, changed("presets", "laptop", "methods", to=["frist"]))
     own, plain = ["--recipe", path], ["--encodings", "rope", "--algorithms", "copy"]
     text = ["--recipe", "warping-lm"]
     for argv, words in (
         (["--recipe", "warping-ml"], "unknown recipe 'warping-ml' (did you mean 'warping-lm'?); known: "),
-        ([*own, "--scale", "labtop"], "recipe 'mine' has no scale 'labtop' (did you mean 'laptop'?)"),
+        ([*own, "--preset", "labtop"], "recipe 'mine' has no preset 'labtop' (did you mean 'laptop'?)"),
         ([*own, "--methods", "first secnd"], "recipe 'mine' has no method 'secnd' (did you mean 'second'?)"),
         ([*own, "--methods", "first secnd"], "or all"),
         ([*own, "--methods", "first first"], "names one twice"),
@@ -314,7 +324,7 @@ def test_names_and_flags_that_do_not_go_with_a_recipe(tmp_path):
         ([*own, "--positions-train", "warp"], "do not go with --recipe"),
         ([*own, "--positions-eval", "warp"], "do not go with --recipe"),
         ([*plain, "--methods", "first"], "--methods belongs to --recipe"),
-        ([*plain, "--scale", "laptop"], "--scale laptop is a size of a recipe"),
+        ([*plain, "--preset", "laptop"], "--preset laptop belongs to a recipe"),
         ([*own, "--encodings", "rope"], "either --encodings"),
         (["--algorithms", "copy"], "either --encodings"),
         ([tmp_path, *own], "recipe 'mine' generates its data: drop"),

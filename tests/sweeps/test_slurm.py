@@ -17,7 +17,7 @@ from live_processes import begin, processes_about, wait_for
 from refusal import refusal
 from sweep_commands import BROKEN, QUIET, parse, table
 
-from fairseq_rpe.cli.sweep import resolved
+from fairseq_rpe.cli.sweep import resolve_sweep
 from fairseq_rpe.data import folder
 from fairseq_rpe.sweeps import grid, slurm
 from fairseq_rpe.utils import files
@@ -54,13 +54,13 @@ def test_a_dry_run_prints_the_jobs_and_torchrun_and_needs_no_launcher(corpus, tm
     given = "--slurm partition=gpu --slurm exclude=n1,n2 --slurm additional_parameters.mail-type=END"
     given += " --launcher dry-run --nproc 8 --nodes 2 --jobs 3"
     out, setup = tmp_path / "it's a=b, c", ("--slurm", "setup=[module load cuda]")
-    lines = run_here(*command(corpus, out, "alibi type1:form=paper", *given.split(), *setup, device="auto")).stdout
+    lines = run_here(*command(corpus, out, "alibi type1:variant=paper", *given.split(), *setup, device="auto")).stdout
     first, *lines = lines.splitlines()
     assert first.startswith("# an array of 2 SLURM jobs: ") and not out.exists()
     for setting in ("nodes=2", "tasks_per_node=1", "gpus_per_node=8", "array_parallelism=3", "partition=gpu"):
         assert f" {setting}," in first
     jobs = [line for line in lines if line.startswith("# job")]
-    assert jobs == ["# job alibi-seed1:", "# job type1-form=paper-e4e3fd-seed1:"]
+    assert jobs == ["# job alibi-seed1:", "# job type1-variant=paper-995da3-seed1:"]
     starts = [line for line in lines if line.startswith("# starts: ")]
     assert len(starts) == 2
     nodes = "--nproc-per-node 8 --nnodes 2 --node-rank $SLURM_NODEID --master-addr $("
@@ -76,22 +76,22 @@ def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
     given += [("setup", "[module load cuda, module load gcc]"), ("timeout_min", "90"), ("mem_gb", "16")]
     given += [("gpus_per_node", "null"), ("gres", "gpu:4"), ("additional_parameters.requeue", "true")]
     argv = command(corpus, tmp_path / "out", "alibi", "--nproc", "8", "--jobs", "3", device="auto")
-    sweep = resolved(parse(argv))
-    [job] = slurm.executor(sweep, given).map_array(print, ["nothing"])
+    sweep = resolve_sweep(parse(argv))
+    [job] = slurm.make_executor(sweep, given).map_array(print, ["nothing"])
     [script] = submitted(cluster).values()
     for line in ("partition=gpu", "exclude=n1,n2", "mail-type=END", "time=90", "mem=16GB", "gres=gpu:4"):
         assert f"#SBATCH --{line}\n" in script
     assert "#SBATCH --requeue\n" in script and "gpus-per-node" not in script
     assert "\nmodule load cuda\nmodule load gcc\n" in script and job.paths.folder.parent == tmp_path / "out/slurm"
     with pytest.raises(files.UserError, match="--slurm: .*partitoin"):
-        slurm.executor(sweep, [("partitoin", "gpu")])
+        slurm.make_executor(sweep, [("partitoin", "gpu")])
 
 
 def test_refusals_in_one_line(corpus, tmp_path, monkeypatch):
     def refused(*more: str) -> str:
         return refusal(*command(corpus, tmp_path / "x", "alibi", *more))
 
-    assert "--slurm is for --launcher slurm" in refused("--slurm", "partition=gpu")
+    assert "--slurm needs --launcher slurm" in refused("--slurm", "partition=gpu")
     assert "needs --launcher slurm" in refused("--nodes", "2")
     monkeypatch.setitem(sys.modules, "submitit", None)
     assert "pip install -c requirements/constraints.txt -e '.[slurm]'" in refused("--launcher", "slurm")
@@ -99,7 +99,11 @@ def test_refusals_in_one_line(corpus, tmp_path, monkeypatch):
     pytest.importorskip("submitit", reason="needs the extra slurm")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "there is no sbatch here" in refused("--launcher", "slurm")
-    for setting, words in (("x", "is not KEY=VALUE"), ("nodes=2", "not set here: --nodes"), ("a b=c", "KEY=VALUE")):
+    for setting, words in (
+        ("x", "is not KEY=VALUE"),
+        ("nodes=2", "cannot be set here: --nodes"),
+        ("a b=c", "KEY=VALUE"),
+    ):
         assert words in refused("--launcher", "slurm", "--slurm", setting)
     assert not (tmp_path / "x").exists()
 
@@ -116,9 +120,9 @@ def test_a_job_does_what_is_left_of_a_run_and_one_that_an_earlier_job_is_busy_wi
             job(cell)
         return [SimpleNamespace(job_id="1", done=lambda: True, exception=lambda: None)]
 
-    monkeypatch.setattr(slurm, "check", lambda: None)
-    monkeypatch.setattr(slurm, "executor", lambda *_: SimpleNamespace(map_array=map_array))
-    with files.lock(out / "runs/nope-seed1/.lock", "busy"):
+    monkeypatch.setattr(slurm, "check_slurm", lambda: None)
+    monkeypatch.setattr(slurm, "make_executor", lambda *_: SimpleNamespace(map_array=map_array))
+    with files.exclusive_lock(out / "runs/nope-seed1/.lock", "busy"):
         done = run_here(*command(corpus, out, "alibi nope", "--updates", "4", "--launcher", "slurm"), ok=False)
     assert done.returncode == 1 and submitted_runs == ["alibi-seed1"]
     assert "nope-seed1 is already being run by a job of an earlier call: leaving it to that job" in done.stderr
@@ -186,7 +190,7 @@ def test_a_run_on_two_nodes(corpus, tmp_path, cluster, monkeypatch):
     state = files.read_json(out / "runs/alibi-seed1/checkpoints/run.json")
     assert state["settings"]["nproc"] == 2 and state["finished"]["updates"] == 4
     assert "initialized host" in (out / "runs/alibi-seed1/train-node1.log").read_text()
-    with files.lock(out / "runs/alibi-seed1/.lock", "nobody holds it any more"):
+    with files.exclusive_lock(out / "runs/alibi-seed1/.lock", "nobody holds it any more"):
         pass
 
 
@@ -194,8 +198,8 @@ def test_a_run_on_two_nodes(corpus, tmp_path, cluster, monkeypatch):
 def test_a_job_runs_on_this_machine_too(corpus, tmp_path):
     """The same job by submitit's local executor, without any SLURM."""
     submitit = pytest.importorskip("submitit", reason="needs the extra slurm")
-    sweep = resolved(parse(command(corpus, tmp_path / "out", "nope", "--updates", "4")))
-    [cell] = grid.make(sweep, folder.digest(corpus))
-    [job] = submitit.LocalExecutor(tmp_path / "jobs" / "%j").map_array(slurm.Job(), [cell])
-    assert job.result() is None and cell.work_left() == []
+    sweep = resolve_sweep(parse(command(corpus, tmp_path / "out", "nope", "--updates", "4")))
+    [cell] = grid.build_runs(sweep, folder.corpus_digest(corpus))
+    [job] = submitit.LocalExecutor(tmp_path / "jobs" / "%j").map_array(slurm.SweepJob(), [cell])
+    assert job.result() is None and cell.remaining_stages() == []
     assert [row["length"] for row in files.read_json_lines(cell.folder.results)] == [32, 64]

@@ -19,11 +19,11 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.reports.extrapolation_definition import _predicted
-from fairseq_rpe.reports.question_scores import collect
-from fairseq_rpe.reports.write import write
+from fairseq_rpe.reports.question_scores import load_results
+from fairseq_rpe.reports.write import write_report
 from fairseq_rpe.runs.child_output import last_error
 from fairseq_rpe.sweeps import local_executor, run_sweep
-from fairseq_rpe.sweeps.sweep_record import Scored, SweepFolder, slug
+from fairseq_rpe.sweeps.sweep_record import EvaluationText, SweepFolder, slug
 from fairseq_rpe.utils import files
 
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--lengths", "64,128"]
@@ -115,7 +115,7 @@ def test_refusals_in_one_line(swept, corpus, tmp_path):
     out, _, module = swept
     own = sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module))
     assert "(updates is 2 there, 8 here)" in refusal(*own[: -len(SMALL)], "--updates", 8, *SMALL)
-    with files.lock(out / ".lock", "busy"):
+    with files.exclusive_lock(out / ".lock", "busy"):
         assert "another sweep is running" in refusal(*own)
     assert "less than one block" in refusal(*sweep_command(corpus, tmp_path / "x", "alibi", 2, "--lengths", "999999"))
     assert not (tmp_path / "x").exists()
@@ -125,11 +125,11 @@ def test_refusals_in_one_line(swept, corpus, tmp_path):
 
 
 def test_dry_run_prints_training_and_evaluation_of_each_cell(corpus, tmp_path):
-    argv = sweep_command(corpus, tmp_path / "x", "alibi type1:form=paper", 6, "--seeds", "1,2")
+    argv = sweep_command(corpus, tmp_path / "x", "alibi type1:variant=paper", 6, "--seeds", "1,2")
     lines = dry_run_lines(*argv[1:])
     assert len(lines) == 8 and not (tmp_path / "x").exists()
     trained = [line for line in lines if " train " in line]
-    assert len(trained) == len({line.split("--save-dir ")[1].split()[0] for line in trained}) == 4
+    assert len(trained) == len({line.split("--out ")[1].split()[0] for line in trained}) == 4
     assert sum(" eval " in line and "--lengths 32,64,128" in line for line in lines) == 4
     # with two processes, how they are started
     _, starts, _ = dry_run_lines(*sweep_command(corpus, tmp_path / "x", "alibi", 2, "--nproc", "2")[1:])
@@ -164,8 +164,8 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, 
 
 def test_report_table(tmp_path, undrawn):
     """Of each method its own results alone."""
-    finished_sweep(tmp_path, {"alibi": {64: 50.0, 128: 49.0}, "type1:form=paper": {64: 40.0}})
-    others = ({"checkpoint": "older"}, {"positions": "offset"}, {"rpe": "nope"}, {"subset": "valid"})
+    finished_sweep(tmp_path, {"alibi": {64: 50.0, 128: 49.0}, "type1:variant=paper": {64: 40.0}})
+    others = ({"checkpoint": "older"}, {"positions": "offset"}, {"rpe": "nope"}, {"split": "valid"})
     others += ({"compute_dtype": "bf16"}, {"attention_prune": 0.1})
     add_results(tmp_path / "runs/alibi-seed1", *({"length": 64, "ppl": 1.0, **other} for other in others))
     assert "128 / 64" in run_here("report", tmp_path).stdout
@@ -173,7 +173,7 @@ def test_report_table(tmp_path, undrawn):
         "| encoding         |    64 |   128 |   128 / 64 |\n"
         "|:-----------------|------:|------:|-----------:|\n"
         "| alibi            | 50.00 | 49.00 |      0.980 |\n"
-        "| type1:form=paper | 40.00 |       |            |\n"
+        "| type1:variant=paper | 40.00 |       |            |\n"
     )
     made = ["extrapolation.csv", "ppl.pdf", "ppl.png", "report.html", "results.csv", "results.md", "tensorboard"]
     assert sorted(os.listdir(tmp_path)) == sorted([*made, "runs", "sweep.json"])
@@ -181,14 +181,14 @@ def test_report_table(tmp_path, undrawn):
 
 def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path, undrawn):
     folder = finished_sweep(tmp_path, {"alibi": {64: 50.0, 128: 60.0}}, seeds=(1, 2))
-    assert report_files.text(folder) is None
-    said = write(folder).text
+    assert report_files.current_summary(folder) is None
+    said = write_report(folder).text
     assert "| alibi      | 51.00 | 61.00 |" in (tmp_path / "results.md").read_text()
     drawn = (tmp_path / "ppl.png").stat().st_mtime_ns
-    assert report_files.text(folder) == said and (tmp_path / "ppl.png").stat().st_mtime_ns == drawn
-    assert write(folder).text == said and (tmp_path / "ppl.png").stat().st_mtime_ns > drawn
+    assert report_files.current_summary(folder) == said and (tmp_path / "ppl.png").stat().st_mtime_ns == drawn
+    assert write_report(folder).text == said and (tmp_path / "ppl.png").stat().st_mtime_ns > drawn
     (tmp_path / "ppl.pdf").unlink()
-    assert report_files.text(folder) is None
+    assert report_files.current_summary(folder) is None
 
 
 def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path, undrawn):
@@ -197,27 +197,30 @@ def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path, undrawn):
     folder = finished_sweep(tmp_path, {"alibi": {64: 40.0, 128: 20.0}}, evaluate=evaluate)
     rows = [{"length": n, "ppl": ppl * 64 / n, "data": name} for name, ppl in texts.items() for n in (64, 128)]
     add_results(tmp_path / "runs/alibi-seed1", *rows)
-    said = write(folder).text
+    said = write_report(folder).text
     plain = " ".join(said.split())
     for name, first in (("", "40.00 | 20.00"), (" on arxiv", "90.00 | 45.00"), (" on github", "8.00 | 4.00")):
         assert f"| alibi | {first} |" in plain and (not name or f"Perplexity per token{name} by" in said)
-    assert folder.state().evaluate["arxiv"] == Scored("data-bin/arxiv", "arxiv")
-    assert report_files.text(folder) == said
+    assert folder.read_record().evaluate["arxiv"] == EvaluationText("data-bin/arxiv", "arxiv")
+    assert report_files.current_summary(folder) == said
     add_results(tmp_path / "runs/alibi-seed1", {**rows[2], "length": 256})
-    assert report_files.text(folder) is None
-    write(folder)
+    assert report_files.current_summary(folder) is None
+    write_report(folder)
     (tmp_path / "ppl-github.pdf").unlink()
-    assert report_files.text(folder) is None
+    assert report_files.current_summary(folder) is None
 
 
 def test_one_draw_for_each_block_takes_the_place_of_an_older_one(tmp_path):
-    moved = "randomized:max=200"
+    moved = "randomized:max_position=200"
     methods = {"rope": {"rpe": "rope", "positions_eval": moved}}
     folder = finished_sweep(tmp_path, {"rope": {64: 50.0, 128: 50.0}}, methods=methods)
     rows = ({"length": 64, "draws": 1, "ppl": 8.0}, {"length": 64, "ppl": 9.0}, {"length": 128, "ppl": 7.0})
     rows += ({"length": 64, "draws": 5, "ppl": 6.0},)
     add_results(tmp_path / "runs/rope-seed1", *({"positions": moved, **row} for row in rows))
-    assert [(one.result.length, one.result.ppl) for one in collect(folder, folder.state()).rows] == [(64, 8), (128, 7)]
+    assert [(one.result.length, one.result.ppl) for one in load_results(folder, folder.read_record()).results] == [
+        (64, 8),
+        (128, 7),
+    ]
 
 
 def test_a_method_is_evaluated_as_far_as_its_positions_reach(corpus, tmp_path):
@@ -242,10 +245,10 @@ def test_the_report_says_where_positions_end(tmp_path, undrawn):
     folder = finished_sweep(tmp_path, ppl, methods={"alibi": moved})
     rows = ({"positions": moved["positions_eval"], "draws": 1, "length": n, "ppl": 41.0} for n in (64, 128))
     add_results(tmp_path / "runs/alibi-seed1", *rows)
-    write(folder)
+    write_report(folder)
     assert "| alibi      | 41.00 | 41.00 | ends at 128 |" in (tmp_path / "results.md").read_text()
-    state = folder.state()
-    for length, why in ((256, "positions are moved, and end at 128"), (128, "positions are moved")):
+    state = folder.read_record()
+    for length, why in ((256, "positions are transformed, and end at 128"), (128, "positions are transformed")):
         assert str(_predicted(replace(state, lengths=(64, length)), state.method("alibi"), [])) == why
     assert "Ends at N: the method has positions for rows of up to N tokens" in (tmp_path / "report.html").read_text()
 
@@ -254,20 +257,20 @@ def test_a_mean_over_fewer_items_is_not_compared(tmp_path, undrawn):
     task, moved = "copy:items=3,test=60", "randomized:times=3"
     methods = {"rope": {"rpe": "rope", "positions_eval": None}}
     methods["few"] = {"rpe": "rope", "positions_eval": moved, "positions_train": moved}
-    about = {"settings": {"subset": "test"}, "encodings": list(methods), "seeds": [1], "lengths": [2, 15]}
+    about = {"layout": 2, "settings": {"split": "test"}, "encodings": list(methods), "seeds": [1], "lengths": [2, 15]}
     files.write_json(tmp_path / "sweep.json", {**about, "methods": methods, "algorithms": [task]})
     folder = SweepFolder(tmp_path)
     for name, positions, end, right in (("rope", None, 15, 5), ("few", moved, 11, 9)):
-        run = folder.run_of(folder.state().method(name), 1, task)
-        files.write_json(run.checkpoints.path / "run.json", {"finished": {"checkpoint": "c"}})
+        run = folder.run_folder(folder.read_record().method(name), 1, task)
+        files.write_json(run.checkpoints.path / "run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
         of = {"checkpoint": "c", "algorithm": task, "split": "test", "positions": positions}
         of |= {"transform": positions or "identity", "examples": 10, "right": right, "accuracy": right / 10}
         for n in range(2, end + 1):
             files.append_json_line(run.results, {**of, "length": n})
-    section = write(folder)
+    section = write_report(folder)
     text = (tmp_path / "accuracy.md").read_text()
     assert text.count("90.0 (to 11)") == 2 and text.count("50.0") == 3
-    assert "its positions end at N items" in (tmp_path / "report.html").read_text()
+    assert "the method has positions for at most N items" in (tmp_path / "report.html").read_text()
     assert any("beyond the training range: rope, 50.0 %" in line for line in section.lead)
 
 
@@ -298,7 +301,7 @@ def test_last_error_prefers_the_cause(tmp_path):
 
 def test_progress_reads_only_whole_lines(tmp_path):
     log = tmp_path / "train.log"
-    following = local_executor.Following(log)
+    following = local_executor.TrainingLogFollower(log)
     line = 'x | INFO | train_inner | {"epoch": 1, "loss": "7.25", "num_updates": "25"}\n'
     log.write_text(line + line.replace("25", "50")[:40])
     following.read()
@@ -312,23 +315,23 @@ def test_the_bar_goes_by_what_the_work_costs(corpus, tmp_path):
     """An update is three passes over its batch; an evaluation one over the text, the dearer the longer its blocks."""
     _, [cell] = resolve_sweep(*sweep_command(corpus, tmp_path, "alibi", 100, "--lengths", "64,2000")[1:])
     tokens, at_32 = corpus_files.count_tokens(corpus, "test"), 1 + 32 / 2000
-    work = local_executor.Work.of(cell)
+    work = local_executor.RunCost.from_run(cell)
     assert work.update == pytest.approx(3 * 4 * 32 * at_32)
     assert work.results == pytest.approx([tokens * at_32, tokens * (1 + 64 / 2000), tokens * 2])
-    assert work.done(50, 0) == pytest.approx(50 * work.update)
-    assert work.done(100, 2) + work.results[2] == pytest.approx(work.whole) == work.done(999, 9)
+    assert work.spent(50, 0) == pytest.approx(50 * work.update)
+    assert work.spent(100, 2) + work.results[2] == pytest.approx(work.total) == work.spent(999, 9)
 
 
 def test_an_update_costs_as_many_batches_as_it_has(corpus, tmp_path):
     more = ("--update-freq", "2", "--nproc", "3")
     _, [cell] = resolve_sweep(*sweep_command(corpus, tmp_path, "alibi", 100, *more)[1:])
-    assert local_executor.Work.of(cell).update == pytest.approx(2 * 3 * 3 * 4 * 32 * (1 + 32 / 2000))
+    assert local_executor.RunCost.from_run(cell).update == pytest.approx(2 * 3 * 3 * 4 * 32 * (1 + 32 / 2000))
 
 
 def test_the_bar_of_generated_tasks(tmp_path):
     _, [cell] = resolve_sweep("--algorithms", "copy:items=4,test=70", "--encodings", "nope", "--out", tmp_path)
-    results = local_executor.Work.of(cell).results
-    assert len(results) == cell.rows and results == sorted(results) and results[0] > 0
+    results = local_executor.RunCost.from_run(cell).results
+    assert len(results) == cell.result_count and results == sorted(results) and results[0] > 0
 
 
 def test_a_setting_that_is_left_out_later_makes_another_sweep(corpus, tmp_path):
@@ -336,7 +339,7 @@ def test_a_setting_that_is_left_out_later_makes_another_sweep(corpus, tmp_path):
     linear, bf16 = ("--schedule", "linear"), ("--compute-dtype", "bf16")
     for more, words in ((linear, "schedule is 'linear' there, None here"), (bf16, "'bf16' there")):
         given = [*base, "--out", tmp_path / more[1]]
-        SweepFolder(tmp_path / more[1]).write(run_sweep.state(*resolve_sweep(*given, *more)))
-        assert run_sweep.state(*resolve_sweep(*given, *more)).encodings == ("alibi",)
+        SweepFolder(tmp_path / more[1]).write_record(run_sweep.merged_record(*resolve_sweep(*given, *more)))
+        assert run_sweep.merged_record(*resolve_sweep(*given, *more)).encodings == ("alibi",)
         with pytest.raises(UserError, match=words):
-            run_sweep.state(*resolve_sweep(*given))
+            run_sweep.merged_record(*resolve_sweep(*given))

@@ -16,7 +16,7 @@ from sweep_commands import DRY, LAUNCHERS, QUIET, dry_run, flag, parse, recipe_e
 from fairseq_rpe.core import UserError
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.sweeps import local_executor, run_sweep, slurm
-from fairseq_rpe.sweeps.sweep_record import Further, Method, SweepFolder
+from fairseq_rpe.sweeps.sweep_record import Method, OptimizationSettings, SweepFolder
 from fairseq_rpe.utils import files
 
 RECIPE = """
@@ -28,12 +28,12 @@ rpe = "rope:scaling=yarn,factor=2,original_length=$tokens"
 continues = "rope"
 [methods.rope]
 rpe = "rope"
-[scales.laptop]
+[presets.laptop]
 tokens = 32
 updates = 4
 batch_sentences = 4
 lengths = [64]
-[scales.laptop.further.yarn]
+[presets.laptop.further.yarn]
 tokens = 64
 updates = 3
 batch_sentences = 2
@@ -71,7 +71,7 @@ def test_a_dry_run_trains_in_order_and_evaluates_on_each_text(recipe, corpus, ot
     assert (first.rpe, first.tokens, first.updates, first.finetune_from) == ("rope", 32, 4, None)
     assert further.rpe == "rope:scaling=yarn,factor=2,original_length=32"
     assert (further.tokens, further.updates, further.batch_sentences, further.lr) == (64, 3, 2, 1e-3)
-    assert further.finetune_from == first.save_dir / "checkpoint_last.pt" != further.save_dir / "checkpoint_last.pt"
+    assert further.finetune_from == first.out / "checkpoint_last.pt" != further.out / "checkpoint_last.pt"
     evaluated = [line for line in lines if line[0] == "eval"]
     assert [line[2] for line in evaluated] == [str(corpus), str(other)] * 2
     assert all("32,64" in line for line in evaluated)
@@ -101,20 +101,20 @@ def test_specs_are_completed_with_the_rotation_of_the_training_before(recipe, co
 def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.toml"
-    path.write_text('base = "fire-lm"\n[scales.paper.evaluate]\narxiv = "data-bin/arxiv-gpt2"\n')
-    lines = dry_run("--recipe", path, "--scale", "paper", "--eval-data", "github=data-bin/g")
+    path.write_text('base = "fire-lm"\n[presets.paper.evaluate]\narxiv = "data-bin/arxiv-gpt2"\n')
+    lines = dry_run("--recipe", path, "--preset", "paper", "--eval-data", "github=data-bin/g")
     folders = ["data-bin/c4-gpt2", "data-bin/arxiv-gpt2", "data-bin/g"]
     first, *others = lines[:3]
-    assert first[:4] == ["prepare-known", "c4", "--dest", folders[0]]
+    assert first[:4] == ["prepare-corpus", "c4", "--out", folders[0]]
     for words, name, place in zip(others, ("arxiv", "github"), folders[1:], strict=True):
-        assert words == ["prepare-known", name, "--dest", place, "--vocab-from", folders[0]]
+        assert words == ["prepare-corpus", name, "--out", place, "--vocab-from", folders[0]]
         parse(words)
     assert [line[2] for line in lines if line[0] == "eval"][:3] == folders
 
 
 def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch):
     sweep, made = resolve_sweep(corpus, "--recipe", recipe, "--out", tmp_path / "x")
-    lines = [line for line in run_sweep.commands(sweep, made, [("partition", "gpu")]) if line.startswith("#")]
+    lines = [line for line in run_sweep.dry_run_lines(sweep, made, [("partition", "gpu")]) if line.startswith("#")]
     assert lines[0].startswith("# an array of 1 SLURM jobs: ") and "one of 1 that wait" in lines[1]
     assert lines[2] == "# job rope-seed1:" and lines[3].endswith(", after rope-seed1:")
     submitted: list[tuple[list[tuple[str, str]], list[str]]] = []
@@ -127,7 +127,7 @@ def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch
 
         return SimpleNamespace(map_array=map_array)
 
-    monkeypatch.setattr(slurm, "executor", executor)
+    monkeypatch.setattr(slurm, "make_executor", executor)
     assert slurm._submit(sweep, [("partition", "gpu")], made) == ""
     (first, runs), (behind, waiting) = submitted
     assert first == [("partition", "gpu")] and behind == [*first, ("dependency", "afterany:8_0")]
@@ -139,10 +139,10 @@ def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch
 
 def test_texts_that_cannot_be_evaluated_on(recipe, corpus, other, tmp_path):
     more = with_vocabulary(corpus, tmp_path, 9_000)
-    how = f"fairseq-rpe prepare SOURCE --dest {more} --vocab-from {corpus}"
+    how = f"fairseq-rpe prepare SOURCE --out {more} --vocab-from {corpus}"
     for texts, words in (
         ([f"a={more}"], f"{more} has another vocabulary than {corpus}: prepare another folder, e.g. {how}"),
-        ([f"arxiv={tmp_path}/no"], f"make it with fairseq-rpe prepare-known arxiv --dest {tmp_path}/no"),
+        ([f"arxiv={tmp_path}/no"], f"make it with fairseq-rpe prepare-corpus arxiv --out {tmp_path}/no"),
         ([f"a={corpus}"], "holds the same text as the one that is trained on"),
         ([f"a={other}", f"b={other}"], f"--eval-data b: {other} holds the same text as a"),
         ([f"a={other}", f"a={corpus}"], "gives one name twice"),
@@ -161,7 +161,7 @@ def test_texts_that_cannot_be_evaluated_on(recipe, corpus, other, tmp_path):
     [
         ('continues = "rope"', 'continues = "roppe"', "an unknown method 'roppe' (did you mean 'rope'?)"),
         ('continues = "rope"', 'continues = "yarn"', "continues 'yarn', which continues another one"),
-        ("further.yarn", "further.rope", "further of scale 'laptop' names 'rope', which continues no method"),
+        ("further.yarn", "further.rope", "further of preset 'laptop' names 'rope', which continues no method"),
         ("updates = 3", "arch = 3", "unknown key 'arch'"),
         ('[methods.rope]\nrpe = "rope"', '[methods.rope]\nrpe = "rope"\nfurther = {updates = 3}', "of nothing"),
     ],
@@ -173,7 +173,7 @@ def test_methods_that_continue_nothing(old, new, words, recipe):
 
 OTHER_PARAMETERS = "other parameters than 'rope', which the model was trained with"
 YARN = "rope:scaling=yarn,factor=2,original_length=$tokens"
-ALONE = RECIPE.partition("[scales.laptop.further.yarn]")[0].replace(YARN, "rope")  # a method that continues none
+ALONE = RECIPE.partition("[presets.laptop.further.yarn]")[0].replace(YARN, "rope")  # a method that continues none
 UNREAD = 'rpe_eval = "nope"\npositions_eval = "interpolate"'
 
 
@@ -219,7 +219,7 @@ def test_encodings_that_cannot_train_here_are_refused_before_training(corpus, tm
     for words, more in (
         ("unknown encoding 'alibbi'", ["alibbi rope"]),
         ("can only be shared by: model", ["rope", "--rpe-share", "layer"]),
-        ("'nope' reads no positions", ["nope", "--positions-train", "randomized:max=99"]),
+        ("'nope' reads no positions", ["nope", "--positions-train", "randomized:max_position=99"]),
     ):
         assert all(words in refused(*given, *more, *launcher) for launcher in LAUNCHERS)
     flex = [*given, "alibi", "--attention-backend", "flex"]
@@ -230,7 +230,7 @@ def test_encodings_that_cannot_train_here_are_refused_before_training(corpus, tm
 
 def test_a_checkpoint_to_begin_with(state, corpus, tmp_path):
     """One that is not there is refused; what the spec of the further training leaves open is the checkpoint's."""
-    given = ["train", corpus, "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32", "--rpe"]
+    given = ["train", corpus, "--out", tmp_path / "x", "--device", "cpu", "--tokens", "32", "--rpe"]
     missing = tmp_path / "no.pt"
     for more in (["--finetune-from", missing], ["--init-from", missing, "--dry-run"]):
         assert f"checkpoint {missing} does not exist" in refusal(*given, "rope", *more)
@@ -249,15 +249,15 @@ def test_a_checkpoint_to_begin_with(state, corpus, tmp_path):
 def test_a_run_waits_for_the_training_that_it_continues(recipe, corpus, tmp_path, monkeypatch):
     _, made = resolve_sweep(corpus, "--recipe", recipe, "--out", tmp_path / "x")
     rope, yarn = made
-    stages = {cell: cell.work_left() for cell in made}
+    stages = {cell: cell.remaining_stages() for cell in made}
     waiting = [(yarn, stages[yarn]), (rope, stages[rope])]
-    assert local_executor._next(waiting, [])[0] is rope
-    job = local_executor._Active(rope, stages[rope], 0)
-    assert local_executor._next(waiting[:1], [job]) is None
+    assert local_executor._next_ready(waiting, [])[0] is rope
+    job = local_executor._ActiveRun(rope, stages[rope], 0)
+    assert local_executor._next_ready(waiting[:1], [job]) is None
     del job.stages[0]
-    assert local_executor._next(waiting[:1], [job])[0] is yarn
+    assert local_executor._next_ready(waiting[:1], [job])[0] is yarn
     # where it failed, this one is not begun
-    failures = local_executor.execute({yarn: stages[yarn]}, made, [{}])
+    failures = local_executor.run_stages({yarn: stages[yarn]}, made, [{}])
     assert failures == [f"{yarn.name} was not trained: {rope.name} has to be finished before"]
     assert not yarn.folder.train_log.exists()
 
@@ -267,7 +267,7 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     out = tmp_path / "out"
     command = ["sweep", corpus, "--recipe", recipe, "--eval-data", f"more={other}", "--out", out, "--jobs", "1"]
     command = [*map(str, command), "--device", "cpu"]
-    first, second = out / "runs/rope-seed1", SweepFolder(out).run_of(Method("yarn", "", continues="rope"), 1).path
+    first, second = out / "runs/rope-seed1", SweepFolder(out).run_folder(Method("yarn", "", continues="rope"), 1).path
     run_here(*command, "--methods", "rope", *QUIET)
     finished = [first / "eval.jsonl", first / "checkpoints/checkpoint_last.pt"]
     before = [path.stat().st_mtime_ns for path in finished]
@@ -281,7 +281,7 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
 
     record = files.read_json(second / "checkpoints/run.json")
     assert record["settings"]["tokens"] == 64 and record["finished"]["updates"] == 3
-    assert record["settings"]["finetune_from"] == files.file_digest(finished[1])
+    assert record["settings"]["finetune_from"] == files.sha256_of_files(finished[1])
     assert "loading pretrained model from" in (second / "train.log").read_text()
     assert "finetune_from" not in files.read_json(first / "checkpoints/run.json")["settings"]
     for name in ("", "-more"):
@@ -293,31 +293,35 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     assert "The same on more" in page and continued in page
     # nothing is left to do, and what is on record says so
     sweep, made = resolve_sweep(*command[1:-2], *QUIET)
-    assert folder.state().methods["yarn"].further == Further(tokens=64, batch_sentences=2, updates=3, lr=1e-3, warmup=1)
-    assert report_files.text(folder) is not None and sweep.evaluate == {"more": other}
+    assert folder.read_record().methods["yarn"].further == OptimizationSettings(
+        tokens=64, batch_sentences=2, updates=3, lr=1e-3, warmup=1
+    )
+    assert report_files.current_summary(folder) is not None and sweep.evaluate == {"more": other}
     assert all(cell.parent is None or cell.parent is made[0] for cell in made)
-    assert not any(cell.work_left() for cell in made)
+    assert not any(cell.remaining_stages() for cell in made)
 
 
 def test_another_text_of_the_same_name_is_another_sweep(corpus, other, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
-    SweepFolder(tmp_path / "x").write(run_sweep.state(*resolve_sweep(*given, "--eval-data", f"more={other}")))
+    SweepFolder(tmp_path / "x").write_record(
+        run_sweep.merged_record(*resolve_sweep(*given, "--eval-data", f"more={other}"))
+    )
     # without it, the text stays on record
-    assert set(run_sweep.state(*resolve_sweep(*given)).evaluate) == {"more"}
+    assert set(run_sweep.merged_record(*resolve_sweep(*given)).evaluate) == {"more"}
     changed = shutil.copytree(other, tmp_path / "changed")
     for end in ("bin", "idx"):
         shutil.copy(corpus / f"train.{end}", changed / f"test.{end}")
     with pytest.raises(UserError, match="holds another text 'more'"):
-        run_sweep.state(*resolve_sweep(*given, "--eval-data", f"more={changed}"))
+        run_sweep.merged_record(*resolve_sweep(*given, "--eval-data", f"more={changed}"))
 
 
 def test_a_sweep_on_one_text_is_on_record_as_before(corpus, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
     folder = SweepFolder(tmp_path / "x")
-    folder.write(run_sweep.state(*resolve_sweep(*given)))
-    record = files.read_json(folder.state_path)
+    folder.write_record(run_sweep.merged_record(*resolve_sweep(*given)))
+    record = files.read_json(folder.record_path)
     assert list(record["methods"]["alibi"]) == ["rpe", "positions_train", "positions_eval"]
     assert "evaluate" not in record and "finetune_from" not in record["settings"]
-    text = folder.state_path.read_text()
-    folder.write(folder.state())
-    assert folder.state_path.read_text() == text
+    text = folder.record_path.read_text()
+    folder.write_record(folder.read_record())
+    assert folder.record_path.read_text() == text

@@ -16,27 +16,26 @@ TINY = "-- --decoder-embed-dim 32 --decoder-ffn-embed-dim 32 --decoder-attention
 # Command lines that succeed within seconds: {f} is the folder of fixtures, {o} a folder two levels deep that does not
 # exist yet. After "--" is what train and sweep hand to fairseq-train.
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "prepare-stdlib": ("--source {f}/code --dest {o}/d --vocab-size 300 --workers 1",),
+    "prepare-stdlib": ("--source {f}/code --out {o}/d --vocab-size 300 --workers 1",),
     "prepare": (
-        "{f}/texts --dest {o}/d --vocab-size 300 --workers 1",
-        "{f}/lines.jsonl --dest {o}/d --vocab-size 300 --workers 1",
-        "{f}/texts --dest {o}/d --vocab-from {f}/data --workers 1",
+        "{f}/texts --out {o}/d --vocab-size 300 --workers 1",
+        "{f}/lines.jsonl --out {o}/d --vocab-size 300 --workers 1",
+        "{f}/texts --out {o}/d --vocab-from {f}/data --workers 1",
     ),
-    "prepare-known": ("wikitext103 --from {f}/wikitext --dest {o}/d --tokenizer words --workers 1",),
-    "prepare-answers": (
-        "--train {f}/train.jsonl --valid {f}/valid.jsonl --dest {o}/d --vocab-from {f}/data --name own",
-        "rte --from {f}/rte --no-counts --dest {o}/d --vocab-from {f}/data",
+    "prepare-corpus": ("wikitext103 --from {f}/wikitext --out {o}/d --tokenizer words --workers 1",),
+    "prepare-questions": (
+        "--train {f}/train.jsonl --valid {f}/valid.jsonl --out {o}/d --vocab-from {f}/data --name own",
+        "rte --from {f}/rte --no-counts --out {o}/d --vocab-from {f}/data",
     ),
-    "prepare-gaps": (
+    "prepare-cloze": (
         "--train {f}/novels/a.txt --valid {f}/novels/b.txt --test {f}/novels/c.txt --tokens 256 --questions 8 "
-        "--valid-questions 8 --dest {o}/d --vocab-from {f}/data",
+        "--valid-questions 8 --out {o}/d --vocab-from {f}/data",
     ),
     "train": (
-        "{f}/data --rpe alibi --save-dir {o}/r " + f"{SMALL} {TINY}",
-        "--algorithm copy:items=4 --rpe rope --save-dir {o}/r --updates 2 --warmup 1 --batch-sentences 4 --device cpu "
+        "{f}/data --rpe alibi --out {o}/r " + f"{SMALL} {TINY}",
+        "--algorithm copy:items=4 --rpe rope --out {o}/r --updates 2 --warmup 1 --batch-sentences 4 --device cpu "
         + TINY,
-        "{f}/asked --rpe alibi --save-dir {o}/r --tokens 96 --updates 2 --warmup 1 --batch-sentences 4 --device cpu "
-        + TINY,
+        "{f}/asked --rpe alibi --out {o}/r --tokens 96 --updates 2 --warmup 1 --batch-sentences 4 --device cpu " + TINY,
     ),
     "extend": ("{f}/rope.pt {f}/data --tokens 32 --out {o}/r --updates 2 --warmup 1 --batch-sentences 2 --device cpu",),
     "eval": (
@@ -47,11 +46,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "longrope-search": (
         "{f}/rope.pt {f}/data --tokens 32 --population 4 --iterations 1 --samples 1 --device cpu --out {o}/l.jsonl",
     ),
-    "accuracy": ("{f}/copy.pt --lengths 4 --batch-size 64 --device cpu --out {o}/a.jsonl",),
-    "answer": (
+    "eval-task": ("{f}/copy.pt --lengths 4 --batch-size 64 --device cpu --out {o}/a.jsonl",),
+    "eval-questions": (
         "{f}/alibi.pt {f}/asked --lengths 96 --device cpu --out {o}/a.jsonl --predictions {o}/p",
         "{f}/alibi.pt {f}/asked --lengths 96 --device cpu --beam 2",
-        "{f}/alibi.pt {f}/asked --lengths 96 --device cpu --by likelihood",
+        "{f}/alibi.pt {f}/asked --lengths 96 --device cpu --answer-mode likelihood",
     ),
     "sweep": (
         "{f}/data --encodings alibi --lengths 16,32 --out {o}/s --jobs 1 " + f"{SMALL} {TINY}",
@@ -70,7 +69,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "selftest": ("--encodings alibi --backends sdpa --dtype fp32 --device cpu --out {o}/s",),
     "list": ("", "--names", "--algorithms"),
-    "profile": ("alibi --length 4",),
+    "bias": ("alibi --length 4",),
     "user-dir": ("",),
 }
 # Records that a case changes, and commands that read them. "{f}/asked" has its digests corrected after the change.
@@ -83,7 +82,7 @@ RECORDS: dict[str, tuple[str, ...]] = {
     "sweep/runs/alibi-seed1/eval.jsonl": ("report", "sweep"),
     "sweep/runs/alibi-seed1/checkpoints/run.json": ("report", "sweep"),
     "sweep/runs/alibi-seed1/checkpoints/environment.json": ("report",),
-    "train.jsonl": ("prepare-answers",),
+    "train.jsonl": ("prepare-questions",),
     "lines.jsonl": ("prepare",),
     "recipe.toml": ("sweep",),
     "measured/eval.jsonl": ("eval",),
@@ -113,7 +112,7 @@ rpe = "alibi"
 rpe = "rope"
 rpe_eval = "rope:scaling=linear,factor=2"
 
-[scales.laptop]
+[presets.laptop]
 data = "{f}/data"
 arch = "transformer_rpe_lm_tiny"
 tokens = 16
@@ -153,11 +152,11 @@ def fill(folder: Path, run: Callable[[list[str]], None]) -> None:
     folder.mkdir(parents=True)
     _write_texts(folder)
     for command in (
-        "prepare {f}/texts --dest {f}/data --vocab-size 400 --workers 1 --valid-fraction 0.2 --test-fraction 0.2",
-        "prepare-answers --train {f}/train.jsonl --valid {f}/valid.jsonl --vocab-from {f}/data --dest {f}/asked "
+        "prepare {f}/texts --out {f}/data --vocab-size 400 --workers 1 --valid-fraction 0.2 --test-fraction 0.2",
+        "prepare-questions --train {f}/train.jsonl --valid {f}/valid.jsonl --vocab-from {f}/data --out {f}/asked "
         "--name own",
-        f"train {{f}}/data --rpe rope --save-dir {{f}}/made/rope {SMALL} {TINY}",
-        "train --algorithm copy:items=4 --rpe rope --save-dir {f}/made/copy --updates 2 --warmup 1 "
+        f"train {{f}}/data --rpe rope --out {{f}}/made/rope {SMALL} {TINY}",
+        "train --algorithm copy:items=4 --rpe rope --out {f}/made/copy --updates 2 --warmup 1 "
         f"--batch-sentences 4 --device cpu {TINY}",
         READERS["sweep/sweep.json"],
     ):

@@ -200,7 +200,7 @@ def judge(words: list[str], invalid: bool, place: Place, seconds: float) -> Verd
         return Verdict("left behind", f"{left[:4]}: {lines[0]}") if left else Verdict("refused", lines[0])
     if left:
         return Verdict("left behind", f"{left[:4]} of an accepted one")
-    if _NO_NUMBER.search(said) and words[0] not in ("list", "verdict", "profile", "sensitivity"):
+    if _NO_NUMBER.search(said) and words[0] not in ("list", "verdict", "bias", "sensitivity"):
         return Verdict("no numbers", said[-300:])
     return Verdict("nonsense", said[-200:]) if invalid else Verdict("accepted")
 

@@ -50,7 +50,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/stdin", "/proc/self/mem"
 WORDS = ("", " ", "x" * 300, "a\nb", "ä 🙂", "-", "--", "../..", "~", "%s", "{0}", "a:b", "a=b", ",", "\udcff", "$HOME")
 # Options that decide how long a command works: a large value is obeyed, and takes that long.
 LONG = {
-    *("updates", "repeats", "iterations", "samples", "population", "blocks", "first_tokens", "draws", "quantised"),
+    *("updates", "repeats", "iterations", "samples", "population", "blocks", "first_tokens", "position_samples", "quantised"),
     *("length", "lengths", "tokens", "batch", "batch_sentences", "update_freq", "width", "heads", "vocabulary", "beam"),
     *("train_length", "windows", "target", "head_width", "max_tokens", "rows", "questions", "nproc", "nodes", "jobs"),
     *("encodings", "specs", "backends", "items", "model", "arch", "workers", "stride", "shared", "answer_tokens"),
@@ -243,7 +243,7 @@ class Generator:
         name = self._random.choice(BINARIES)
         lines = [f"{c} {one}" for c in self._commands for one in COMMANDS[c] if "{f}/" + name.partition("/")[0] in one]
         if name == "module.py":
-            lines = [f"{line} --rpe-module {{f}}/module.py" for line in ("list", "profile own", "verdict own")]
+            lines = [f"{line} --rpe-module {{f}}/module.py" for line in ("list", "bias own", "verdict own")]
             lines = [line for line in lines if line.split()[0] in self._commands]
         if not lines:
             return None

@@ -1,6 +1,6 @@
-"""Attention with Triton kernels for biases of the distance and curves, learned ones included, in O(n) memory.
+"""Attention with Triton kernels for Toeplitz and scaled-distance biases, with their gradients, in O(n) memory.
 
-Importing this needs torch alone; the package triton is loaded at the first call.
+Importing this module needs torch alone; the first call imports the package triton.
 """
 
 import functools
@@ -10,63 +10,75 @@ import os
 import torch
 from torch import Tensor
 
-from fairseq_rpe.attention.plan import Plan, by_distance, evenly_spaced
+from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced, table_by_distance
 from fairseq_rpe.attention.prune import check_pruning
 from fairseq_rpe.core.bias import ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 
-WIDTHS = range(32, 257, 8)  # head widths: below it tensor cores run empty, above it a block leaves no room on the chip
+HEAD_WIDTHS = range(32, 257, 8)  # narrower heads leave tensor cores idle, wider ones do not fit into shared memory
 
 
-def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
-    """The same as :func:`~fairseq_rpe.attention.reference.reference` for Toeplitz and Curve forms and for no bias.
+def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
+    """Compute what :func:`~fairseq_rpe.attention.reference.reference` does, without bias or with one of the two types.
 
-    q: (B, H, n, D), k, v: (B, H, m, D) of one dtype, D a multiple of 8 from 32 to 256; gives (B, H, n, D) of it.
-    Products, softmax and sums are float32. What queries that are padding themselves give has no meaning, as their
-    positions have none. Pruning is the sdpa backend's: padded rows, irregular positions and incremental decoding are
-    exact all the same.
+    Products, softmax and sums are float32. The output of queries that are padding themselves is meaningless, as are
+    their positions. Pruning is that of the sdpa backend: padded rows, irregular positions and incremental decoding are
+    computed exactly.
+
+    Args:
+        q: (B, H, n, D), D a multiple of 8 from 32 to 256; the queries are the last n of the m tokens.
+        k: (B, H, m, D), in q's dtype.
+        v: (B, H, m, D), in q's dtype.
+        plan: of the call.
+        dropout: must be 0.
+
+    Returns:
+        (B, H, n, D) in q's dtype.
 
     Raises:
-        UserError: what :func:`refusal` names, or what :func:`~fairseq_rpe.attention.prune.check_pruning` refuses.
+        UserError: the call is not supported, see :func:`refusal_reason`, or cannot be pruned, see
+            :func:`~fairseq_rpe.attention.prune.check_pruning`.
     """
-    if reason := refusal(q, k, v, plan, dropout):
+    if reason := refusal_reason(q, k, v, plan, dropout):
         raise UserError(reason)
-    from fairseq_rpe.attention.triton.autograd import (
-        attend,
-        pruned,
-    )  # which need the package triton, which not everybody has
+    # not at the top of the file: autograd imports the package triton, which is optional
+    from fairseq_rpe.attention.triton.autograd import attend, pruned
 
     if plan.prune:
         check_pruning(q, k, v, plan, dropout)
-        if plan.padding is None and q.shape[2] == k.shape[2] and evenly_spaced(plan.form, plan.positions):
-            return pruned(q, k, v, by_distance(plan.form, k.shape[2]), plan.prune)
+        assert isinstance(plan.bias, ToeplitzBias)  # checked
+        if plan.padding is None and q.shape[2] == k.shape[2] and is_evenly_spaced(plan.bias, plan.positions):
+            return pruned(q, k, v, table_by_distance(plan.bias, k.shape[2]), plan.prune)
     return attend(q, k, v, plan)
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str | None:
-    """Why this backend cannot compute this, and what can; None if it can."""
-    width, form = q.shape[-1], plan.form
-    if reason := unavailable(on_gpu=q.is_cuda):
+def refusal_reason(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> str | None:
+    """Return why this backend cannot compute a call, and which can; None if it can."""
+    width, bias = q.shape[-1], plan.bias
+    if reason := unavailable_reason(on_gpu=q.is_cuda):
         return reason
     if q.is_cuda and not _supported(q.device):
         return "backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later: use 'flex' or 'sdpa'"
-    if reason := never(plan):
+    if reason := unsupported_reason(plan):
         return reason
     if dropout > 0:
         return f"backend 'triton' has no attention dropout, and {dropout:g} was asked for: set it to 0 or use 'sdpa'"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
-        given = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
-        return f"backend 'triton' takes q, k, v of one type, float16, bfloat16 or float32, not {given}: use 'sdpa'"
-    if width not in WIDTHS:
+        dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
+        return f"backend 'triton' takes q, k, v of one type, float16, bfloat16 or float32, not {dtypes}: use 'sdpa'"
+    if width not in HEAD_WIDTHS:
         return f"backend 'triton' takes head widths from 32 to 256 in steps of 8, not {width}: use 'sdpa'"
-    learned = isinstance(form, ToeplitzBias) and form.table.requires_grad and torch.is_grad_enabled()
-    if learned and not evenly_spaced(form, plan.positions) and torch.are_deterministic_algorithms_enabled():
-        return "backend 'triton' has no deterministic gradient of a learned table at irregular positions: use 'sdpa'"
+    if isinstance(bias, ToeplitzBias) and not is_evenly_spaced(bias, plan.positions):
+        needs_grad = bias.table.requires_grad and torch.is_grad_enabled()
+        if needs_grad and torch.are_deterministic_algorithms_enabled():
+            return (
+                "backend 'triton' has no deterministic gradient of a learned table at irregular positions: use 'sdpa'"
+            )
     return None
 
 
-def unavailable(on_gpu: bool) -> str | None:
-    """Why no kernel of this backend runs on a GPU, or on the CPU; None if it does."""
+def unavailable_reason(on_gpu: bool) -> str | None:
+    """Return why kernels of this backend do not run on a GPU, or on the CPU; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "backend 'triton' needs the package triton: pip install triton, or use 'sdpa'"
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -74,13 +86,13 @@ def unavailable(on_gpu: bool) -> str | None:
     return None
 
 
-def never(plan: Plan) -> str | None:
-    """What of an encoding this backend serves nowhere."""
-    if plan.transform_scores is not None or plan.reading is not None:
+def unsupported_reason(plan: AttentionPlan) -> str | None:
+    """Return why this backend supports an encoding on no device; None if it supports it."""
+    if plan.transform_scores is not None or plan.relative_values is not None:
         return "this encoding needs all scores of a query, which backend 'triton' never holds: use 'sdpa'"
-    if plan.regions is not None:
-        return "backend 'triton' turns all pairs alike, which this encoding does not: use 'sdpa'"
-    if plan.form is not None and not isinstance(plan.form, (ToeplitzBias, ScaledDistanceBias)):
+    if plan.rotation_regions is not None:
+        return "backend 'triton' rotates all pairs alike, which this encoding does not: use 'sdpa'"
+    if plan.bias is not None and not isinstance(plan.bias, (ToeplitzBias, ScaledDistanceBias)):
         return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
     return None
 

@@ -1,11 +1,11 @@
-"""Triton kernels of a bias's gradient: sums of dS over all pairs that read a number, dS being the gradient of a score.
+"""Triton kernels of a bias's gradient: sums of dS over all pairs that use a parameter, dS being a score's gradient.
 
-With uniform positions a column of a table is a distance, so its gradient is a sum along a diagonal, as is that of a
-curve's far. All square tiles at the same block distance t from the diagonal hold the same diagonals in the same places:
-one program adds up these tiles entry by entry and sums along diagonals once, at the end. That recomputes two products
-of the backward pass, and needs no atomics and no n² buffer; sums are taken in a fixed order.
+With uniform positions a column of a table is a distance, so its gradient is a sum along a diagonal, as is that of
+``distance_values``. All square tiles at the same block distance t from the diagonal have the same diagonals at the same
+entries: one program adds up these tiles entry by entry and sums along diagonals once, at the end. This recomputes two
+products of the backward pass, and needs no atomics and no n² buffer; the order of the sums is fixed.
 
-The other gradients come from programs that each walk along the keys of a block of queries.
+The other gradients come from programs that each iterate over the keys of a block of queries.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,11 @@ def diagonal_sums(
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, n, m, columns, scale,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of dS, or on a curve of d far in base 2.
+    """Sum dS by distance, or for a scaled-distance bias the gradient of far in base 2.
 
-    One block distance t of a head of a sequence; sums (B, H, T, 2·SIZE): entry x is distance (t - 1)·SIZE + x."""
+    A program has one block distance t of a head of a sequence. sums (B, H, T, 2·SIZE): entry x is distance
+    (t - 1)·SIZE + x.
+    """
     t = tl.program_id(0)
     gap = t * SIZE
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -74,18 +76,18 @@ def diagonal_sums(
 
 @triton.jit(do_not_specialize=LENGTHS[:3])
 def walked_sums(
-    q, k, v, grad, lse, delta, sums, of_near, table, at_q, at_k, until,
+    q, k, v, grad, lse, delta, sums, near_grad, table, at_q, at_k, until,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of a head: into a table at arbitrary positions, or into a curve's pieces and ``near``.
+    """Sum dS over one block of queries of a head, by column of a table, or by piece of a scaled-distance bias.
 
-    Table: sums (H, columns), added up in whatever order the atomics come; no of_near.
+    Table at arbitrary positions: sums (H, columns), in whatever order the atomics come; near_grad is not used.
 
-    Curve: bias[h, i, j] = value[h, p] + slope[h, p]·(x - middle[p]) with x = far[i-j]·near[i] in piece p. So dS goes to
-    value[p], dS·(x - middle[p]) to slope[p], into sums (B, H, blocks, K, 2), and dS·slope[p]·far[i-j] to near[i], into
-    of_near (B, H, n) in base 2. A tile meets few pieces, neighbours of each other, and sums dS for each of them, into
-    places of the program's own: no two programs add to one number, so sums are taken in a fixed order.
+    Scaled distance: bias[h, i, j] = value[h, p] + slope[h, p]·(x - midpoint[p]), x = far[i-j]·near[i] in piece p. So dS
+    goes to value[p] and dS·(x - midpoint[p]) to slope[p], into sums (B, H, blocks, K, 2), and dS·slope[p]·far[i-j] to
+    near[i], into near_grad (B, H, n) in base 2. A tile has pairs in few adjacent pieces, and sums dS for each of them,
+    into memory of its own program: no two programs add to one element, so the order of the sums is fixed.
     """
     start = tl.program_id(0) * SIZE
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -97,7 +99,7 @@ def walked_sums(
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     table_row, at_k_row = table + head * columns, at_k + batch * at_k_b
     terms = (table_row, at_k_row, until + batch * m, columns, scale)
-    mine = sums + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
+    program_sums = sums + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
     total = tl.zeros([SIZE], dtype=tl.float32)
     for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
         gap = start + m - n - first
@@ -117,47 +119,50 @@ def walked_sums(
             total += tl.sum(ds * slope * far, 1)
             for p in range(nearest, last + 4, 4):
                 begin = tl.load(table_row + p - 4, mask=p > 0, other=float("-inf"))
-                # what is not a number is in every piece, and shows
-                here = tl.where((x < begin) | (x >= tl.load(table_row + p)), 0.0, ds)
-                # of one thread, one after the other: a load and a store would need a barrier
-                tl.atomic_add(mine + p // 2, tl.sum(here), sem="relaxed")
-                place = x - tl.load(table_row + p + 1)
-                tl.atomic_add(mine + p // 2 + 1, tl.sum(here * place), sem="relaxed")
+                # NaN is in every piece, so that it propagates
+                piece_ds = tl.where((x < begin) | (x >= tl.load(table_row + p)), 0.0, ds)
+                # atomics of one thread, in order: a load and a store would need a barrier
+                tl.atomic_add(program_sums + p // 2, tl.sum(piece_ds), sem="relaxed")
+                offset_in_piece = x - tl.load(table_row + p + 1)
+                tl.atomic_add(program_sums + p // 2 + 1, tl.sum(piece_ds * offset_in_piece), sem="relaxed")
     if BIAS >= CURVE:
-        tl.store(of_near + per_row + start + rows, total, mask=start + rows < n)
+        tl.store(near_grad + per_row + start + rows, total, mask=start + rows < n)
 
 
 def bias_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of the tensors that the bias is made of; None for those that are not needed.
+    """Return the gradients of the tensors of the bias; None for those that are not needed.
 
-    shared: the kernels' arguments, with grad, lse and delta. needed, tensors: as ``TritonAttention`` takes them.
+    Args:
+        shared: the kernels' arguments, with grad, lse and delta.
+        needed: whether each tensor's gradient is needed.
+        tensors: of the bias, as in ``TritonAttention``.
     """
-    found: list[Tensor | None] = [None] * len(tensors)
+    grads: list[Tensor | None] = [None] * len(tensors)
     if not any(needed):
-        return found
+        return grads
     q, bias = shared["q"], shared["BIAS"]
     size, options = _squares(walked_sums, shared)
     blocks = triton.cdiv(shared["n"], size)
     if bias == DISTANCE.value:
-        found[0] = _distance_sums(shared)
+        grads[0] = _distance_sums(shared)
     elif bias == POSITIONS.value:
-        found[0] = q.new_zeros(tensors[0].shape, dtype=torch.float32)
-        run(walked_sums, lambda meta: blocks, shared, sums=found[0], of_near=None, **options)
+        grads[0] = q.new_zeros(tensors[0].shape, dtype=torch.float32)
+        run(walked_sums, lambda meta: blocks, shared, sums=grads[0], near_grad=None, **options)
     elif needed[0] or needed[1] or needed[3]:
         value, _, _, near, _, _ = tensors
-        of_pieces = q.new_zeros(*q.shape[:2], blocks, shared["columns"] // 4, 2, dtype=torch.float32)
-        of_near = q.new_empty(q.shape[:3], dtype=torch.float32)
-        run(walked_sums, lambda meta: blocks, shared, sums=of_pieces, of_near=of_near, **options)
-        found[:2] = of_pieces.sum((0, 2))[:, : value.shape[1]].unbind(2)
-        found[3] = of_near.sum(1).sum_to_size(near.shape) / LOG2E
+        piece_grads = q.new_zeros(*q.shape[:2], blocks, shared["columns"] // 4, 2, dtype=torch.float32)
+        near_grads = q.new_empty(q.shape[:3], dtype=torch.float32)
+        run(walked_sums, lambda meta: blocks, shared, sums=piece_grads, near_grad=near_grads, **options)
+        grads[:2] = piece_grads.sum((0, 2))[:, : value.shape[1]].unbind(2)
+        grads[3] = near_grads.sum(1).sum_to_size(near.shape) / LOG2E
     if bias >= CURVE.value and needed[2]:
-        found[2] = _distance_sums(shared).sum(0) / LOG2E
-    given = zip(found, tensors, needed, strict=True)
-    return [x.to(like.dtype) if wanted and x is not None else None for x, like, wanted in given]
+        grads[2] = _distance_sums(shared).sum(0) / LOG2E
+    triples = zip(grads, tensors, needed, strict=True)
+    return [x.to(like.dtype) if need and x is not None else None for x, like, need in triples]
 
 
 def _distance_sums(shared: dict[str, Any]) -> Tensor:
-    """(H, m) float32 sums along diagonals."""
+    """Return (H, m) float32 sums of dS by distance."""
     q, m = shared["q"], shared["m"]
     batch, heads, _, _ = q.shape
     size, options = _squares(diagonal_sums, shared)
@@ -165,15 +170,15 @@ def _distance_sums(shared: dict[str, Any]) -> Tensor:
     sums = q.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
     run(diagonal_sums, lambda meta: blocks, shared, sums=sums, **options)
     # neighbouring block distances share half of their distances, and the first begins ``size`` before distance 0
-    parts = sums.sum(0)
-    whole = parts.new_zeros(heads, blocks + 1, size)
-    whole[:, :-1] += parts[..., :size]
-    whole[:, 1:] += parts[..., size:]
-    return whole.flatten(1)[:, size : size + m]
+    block_sums = sums.sum(0)  # (H, T, 2·SIZE)
+    by_distance = block_sums.new_zeros(heads, blocks + 1, size)
+    by_distance[:, :-1] += block_sums[..., :size]
+    by_distance[:, 1:] += block_sums[..., size:]
+    return by_distance.flatten(1)[:, size : size + m]
 
 
 def _squares(kernel: Any, shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The side of square tiles, and the options of a kernel that works on them."""
+    """Return the side of square tiles, and the launch options of a kernel that uses them."""
     bytes_each = shared["q"].element_size()
     size, warps, stages = squares(kernel.__name__, shared["BLOCK_D"] * bytes_each, bytes_each == 4)
     size = tuning.INTERPRETER_SIZES["BLOCK_N"] if INTERPRETED else size
@@ -181,7 +186,7 @@ def _squares(kernel: Any, shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def squares(kernel: str, row: int, float32: bool) -> tuple[int, int, int]:
-    """Side, warps and stages for tiles with rows of so many bytes: what fits registers, as in ``tuning.SIZES``."""
+    """Return side, warps and stages for tiles with rows of ``row`` bytes that fit into registers (``tuning.SIZES``)."""
     if not float32 and row <= (256 if kernel == "walked_sums" else 128):
         return 64, 8, 2
     if row <= 256:

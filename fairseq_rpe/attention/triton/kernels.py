@@ -1,8 +1,9 @@
 """Triton kernels of causal attention with a bias: forward, dQ, and dK with dV.
 
 Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Tensors with a row per query share one
-memory layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. What BIAS
-stands for is in ``tiles``. A program's walk has two parts, compiled apart: blocks below the diagonal, and those on it.
+memory layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. BIAS is
+described in ``tiles``. A program loops over blocks below the diagonal, then over those on it; the loops are compiled
+separately.
 """
 
 import triton
@@ -31,9 +32,9 @@ def forward(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. ``lengths`` is read by the autotuner only, here and below.
+    """Compute the output of one block of queries of one head. Only the autotuner reads ``lengths``, here and below.
 
-    low: None, or in out's layout what the rounding of ``out`` takes from it, for the backward pass.
+    low: None, or in out's layout the rounding error of ``out``, for the backward pass.
     first: None, or int32 (B, H, n / BLOCK) first key that each ``prune.BLOCK`` of queries reads, a multiple of it.
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
@@ -52,7 +53,7 @@ def forward(
     if first is not None:
         decided = tl.cdiv(n, PRUNE_BLOCK)
         far = tl.load(first + (batch * tl.num_programs(1) + head) * decided + start // PRUNE_BLOCK)
-        unseen = float("-inf")  # there is no backward pass, and what is pruned next needs to know
+        unseen = float("-inf")  # pruning reads it from the log-sum-exp, and there is no backward pass
     for diagonal in tl.static_range(2):
         for begin in range(below if diagonal else far, last if diagonal else below, BLOCK_N):
             k_block = load(keys, begin, cols, k_n, m, WIDTH, BLOCK_D, not diagonal)
@@ -67,13 +68,13 @@ def forward(
             total = total * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None] + dot(rounded(p, v_block.dtype), v_block)
             top = higher
-    empty = top == float("-inf")  # a row that sees nothing: 0, and weights of 0 in the backward pass
+    empty = top == float("-inf")  # a row without keys: its output is 0, and its weights in the backward pass are 0
     total = tl.where(empty, 1.0, total)
     mean, offset = acc / total[:, None], batch * q_b + head * q_h
     store(out + offset, start, rows, q_n, n, mean, WIDTH, BLOCK_D)
     if low is not None:
-        rest = mean - rounded(mean, out.dtype.element_ty).to(tl.float32)
-        store(low + offset, start, rows, q_n, n, rest, WIDTH, BLOCK_D)
+        error = mean - rounded(mean, out.dtype.element_ty).to(tl.float32)
+        store(low + offset, start, rows, q_n, n, error, WIDTH, BLOCK_D)
     lse_row = lse + (batch * tl.num_programs(1) + head) * n + start
     tl.store(lse_row + rows, tl.where(empty, unseen, top) + tl.log2(total), mask=start + rows < n)
 
@@ -85,10 +86,10 @@ def query_gradient(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, and delta = Σ_j P dP, which the other kernels read. factor is 1/sqrt(D).
+    """Compute dQ of one block of queries, and delta = Σ_j P dP, which the other kernels read. factor is 1/sqrt(D).
 
-    Here delta is Σ_d dO·O, the same but for the rounding of P and O in half precision. Gradients of learned biases are
-    sums of n² terms dS that show it; so delta is corrected by what the dS of a query, which sum to 0, sum to instead.
+    Here delta is Σ_d dO·O, the same apart from the rounding of P and O in half precision. Gradients of learned biases
+    add up n² terms dS and with them this error. The dS of a query should sum to 0, so delta is corrected by their sum.
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -130,7 +131,7 @@ def key_gradient(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys, which walks down the queries that see it. factor is 1/sqrt(D)."""
+    """DK and dV of one block of keys, which walks down the queries that see it. factor is 1/sqrt(D)."""
     start = tl.program_id(0) * BLOCK_N
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

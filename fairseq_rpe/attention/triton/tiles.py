@@ -1,17 +1,17 @@
-"""What Triton kernels of attention share: tiles of q, k and v, of logits with their bias, and of gradients.
+"""Functions shared by the Triton kernels of attention: tiles of q, k and v, of logits with their bias, of gradients.
 
 Logits are in base 2 (``exp2`` is the hardware's exponential), so biases arrive multiplied by log2(e). Tiles begin at
-addresses of 64 bits, since 65,536 rows of a large batch do not fit into 32; what varies in a tile has 32 bits, which
-takes fewer registers. Products are accumulated in float32.
+64-bit addresses, since 65,536 rows of a large batch do not fit into 32 bits; offsets within a tile have 32 bits, which
+take fewer registers. Products are accumulated in float32.
 
-BIAS says what ``table``, ``at_q`` and ``at_k`` hold, of a head and a sequence:
+BIAS determines the content of ``table``, ``at_q`` and ``at_k``, of a head and a sequence:
 
 - NONE: nothing;
 - DISTANCE: table[at - j], ``TABLE_MARGIN`` more columns than keys, so that only blocks on the diagonal need bounds;
 - POSITIONS: table[at_q[i] - at_k[j]], clamped to the table's ends;
-- CURVE + s: table (2^s, 4) with the end, middle, value and slope of each piece of a ``core.Curve``, the last end at
-  infinity; float32 at_q is ``near``, at_k is ``far`` with ``TABLE_MARGIN`` more entries. One compilation serves any
-  number of pieces up to 2^s.
+- CURVE + s: table (2^s, 4) with the end, midpoint, value and slope of each piece of a ``ScaledDistanceBias``, the last
+  end at infinity; float32 at_q is its ``query_scale`` (near), at_k its ``distance_values`` (far) with ``TABLE_MARGIN``
+  more entries. One compilation serves any number of pieces up to 2^s.
 """
 
 import os
@@ -23,15 +23,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TABLE_MARGIN = 256  # at least twice the largest block
 MOST_APART = 2**23  # numbers from a row to the next one: a tile of 128 rows then has addresses within 32 bits
 LENGTHS = ("n", "m", "columns", "lengths")  # one compilation serves all of them, odd or even
-FEW_STEPS = tl.constexpr(5)  # of a search among so few pieces that a tile goes through those that it meets
+FEW_STEPS = tl.constexpr(5)  # of a binary search; up to here a tile loops over its pieces instead
 NONE, DISTANCE, POSITIONS, CURVE = (tl.constexpr(x) for x in range(4))
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 x in dtype, rounded to nearest, ties to even."""
-    if IN_INTERPRETER and dtype == tl.bfloat16:  # the interpreter cuts off the bits that hardware rounds
+    """Return float32 x in dtype, rounded to nearest, ties to even."""
+    if IN_INTERPRETER and dtype == tl.bfloat16:  # the interpreter truncates where hardware rounds
         bits = x.to(tl.int32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
     return x.to(dtype)
@@ -39,7 +39,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot(a, b):
-    """a b with float32 sums; float32 factors as three TF32 products, which keeps float32's precision."""
+    """Return a b with float32 sums; float32 factors as three TF32 products, which preserve float32's precision."""
     if IN_INTERPRETER:  # which multiplies the bit patterns of bfloat16; float32 holds the same rounded values
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="tf32x3")
@@ -47,33 +47,34 @@ def dot(a, b):
 
 @triton.jit
 def load(base, start, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, INSIDE: tl.constexpr = False):
-    """(rows, BLOCK_D): rows start + rows of a (count, WIDTH) matrix; zeros outside, so that padding adds nothing.
+    """Load rows start + rows of a (count, WIDTH) matrix as (rows, BLOCK_D); zeros outside, which add nothing.
 
-    INSIDE: every row is known to be one of the matrix.
+    INSIDE: every row is one of the matrix.
     """
     d = tl.arange(0, BLOCK_D)
-    place = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + d[None, :])
+    address = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + d[None, :])
     if INSIDE and WIDTH == BLOCK_D:
-        found = tl.load(place)
+        tile = tl.load(address)
     elif INSIDE:
-        found = tl.load(place, mask=(d < WIDTH)[None, :], other=0.0)
+        tile = tl.load(address, mask=(d < WIDTH)[None, :], other=0.0)
     else:
         i = start + rows
-        found = tl.load(place, mask=((i >= 0) & (i < count))[:, None] & (d < WIDTH)[None, :], other=0.0)
-    return found
+        tile = tl.load(address, mask=((i >= 0) & (i < count))[:, None] & (d < WIDTH)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
 def store(base, start, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store values (rows, BLOCK_D) as rows start + rows of a (count, WIDTH) matrix, rounded to its dtype."""
     d = tl.arange(0, BLOCK_D)
-    place = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + d[None, :])
+    address = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + d[None, :])
     mask = (start + rows < count)[:, None] & (d < WIDTH)[None, :]
-    tl.store(place, rounded(values, base.dtype.element_ty), mask=mask)
+    tl.store(address, rounded(values, base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def queries_of(start, rows, at_q, n, m, BIAS: tl.constexpr):
-    """Of queries start + rows: the absolute index, and what their biases are read by, the last one's beyond it."""
+    """Return the absolute indices of queries start + rows, and their at_q, that of the last query beyond it."""
     at = start + (m - n) + rows
     row = at
     if BIAS >= POSITIONS:
@@ -86,19 +87,19 @@ def on_curve(
     gap, at, j, near, far, m, table, columns, visible,
     STEPS: tl.constexpr, DIAGONAL: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: far, x, the first and the last piece that its pairs meet, times 4, and their bias or its slope.
+    """Return far and x of a tile's pairs, their first and last piece, times 4, and their bias or its slope.
 
-    Since far never falls, the least and the largest distance decide which pieces these are. Of few they are gone
-    through, which takes no look-up and no address for each pair; many are searched pair by pair.
+    far never decreases, so the least and the largest distance determine which pieces these are. A loop over few pieces
+    needs no look-up and no address for each pair; among many pieces each pair is searched.
     gap, at, j: as in :func:`logits`.
     """
     # 64-bit sums of a row and a column let the compiler address neighbours by constants, from one register
     entry = (far + at.to(tl.int64)) - j.to(tl.int64)
     if DIAGONAL:
-        there = tl.load(entry, mask=visible, other=0.0)
+        far_value = tl.load(entry, mask=visible, other=0.0)
     else:
-        there = tl.load(entry)
-    x = there * near
+        far_value = tl.load(entry)
+    x = far_value * near
     least = tl.load(far + tl.minimum(tl.maximum(gap - j.shape[0] * j.shape[1] + 1, 0), m - 1)) * tl.min(near)
     most = tl.load(far + tl.minimum(tl.maximum(gap + at.shape[0] * at.shape[1] - 1, 0), m - 1)) * tl.max(near)
     first, last = 0, 0
@@ -106,27 +107,27 @@ def on_curve(
         half = 4 << step
         first += tl.where(tl.load(table + first + (half - 4)) <= least, half, 0)
         last += tl.where(tl.load(table + last + (half - 4)) <= most, half, 0)
-    found = tl.load(table + first + 3)
+    line_or_slope = tl.load(table + first + 3)
     if SLOPE:
-        found = tl.where(x == x, found, x)  # what is not a number is in no piece, and shows
+        line_or_slope = tl.where(x == x, line_or_slope, x)  # NaN is in no piece, so it propagates
     else:
-        found = tl.load(table + first + 2) + found * (x - tl.load(table + first + 1))
+        line_or_slope = tl.load(table + first + 2) + line_or_slope * (x - tl.load(table + first + 1))
     if last > first:  # a loop outside of a branch would keep the loop around it from being pipelined
         if STEPS <= FEW_STEPS:
             for p in range(first + 4, last + 4, 4):
                 line = tl.load(table + p + 3)
                 if not SLOPE:
                     line = tl.load(table + p + 2) + line * (x - tl.load(table + p + 1))
-                found = tl.where(x >= tl.load(table + p - 4), line, found)
+                line_or_slope = tl.where(x >= tl.load(table + p - 4), line, line_or_slope)
         else:
             piece, half = tl.zeros_like(x).to(tl.int32), columns
             for _ in range(0, STEPS):
                 half = half // 2
                 piece += tl.where(tl.load(table + piece + (half - 4)) <= x, half, 0)
-            found = tl.load(table + piece + 3)
+            line_or_slope = tl.load(table + piece + 3)
             if not SLOPE:
-                found = tl.load(table + piece + 2) + found * (x - tl.load(table + piece + 1))
-    return there, x, first, last, found
+                line_or_slope = tl.load(table + piece + 2) + line_or_slope * (x - tl.load(table + piece + 1))
+    return far_value, x, first, last, line_or_slope
 
 
 @triton.jit
@@ -134,11 +135,11 @@ def logits(
     product, gap, at, j, at_q, m, terms,
     BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Logits from products q·k, -inf where hidden. at, at_q: (BLOCK_M, 1), j: (1, BLOCK_N), or both transposed.
+    """Return logits from products q·k, -inf where hidden. at, at_q: (BLOCK_M, 1), j: (1, BLOCK_N), or both transposed.
 
     gap: the first at less the first j. terms: table, at_k and until of the head and the sequence, columns, scale.
-    until, read where PADDED: of each key, the last query that sees it, -1 at padding.
-    Without DIAGONAL every j is known to be a key that every query of the block sees, but for those.
+    until, read if PADDED: the last query that sees each key, -1 at padding.
+    Without DIAGONAL every query of the block sees every key j, apart from what ``until`` hides.
     """
     table, at_k, until, columns, scale = terms
     s = product * scale
@@ -172,7 +173,7 @@ def logits(
 
 @triton.jit
 def query_rows(q, grad, lse, delta, start, rows, q_n, n, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of queries start + rows: tiles of q and dO, log-sum-exp and delta, which make weights of 0 beyond the last."""
+    """Load tiles of q and dO, log-sum-exp and delta of queries start + rows; weights beyond the last query are 0."""
     i = start + rows
     q_block = load(q, start, rows, q_n, n, WIDTH, BLOCK_D)
     grad_block = load(grad, start, rows, q_n, n, WIDTH, BLOCK_D)
@@ -185,7 +186,7 @@ def query_gradients(
     queries, gap, at, at_q, start, cols, keys, values, k_n, m, terms,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """dS of a tile of queries by keys start + cols, in nats, and the tile of k. queries: of :func:`query_rows`.
+    """Return dS of a tile of queries by keys start + cols, in nats, and the tile of k. queries: of :func:`query_rows`.
 
     dS = P (dP - delta) with the weights P and dP = dO·Vᵀ.
     """

@@ -1,4 +1,4 @@
-"""Launching Triton kernels with block sizes that were measured, from a short list, on the machine at hand."""
+"""Launches Triton kernels with block sizes from a short list, chosen by measurement on the current machine."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -12,8 +12,8 @@ from fairseq_rpe.attention.triton.tiles import INTERPRETED, NONE
 
 Size = tuple[int, int, int, int]  # block of queries, block of keys, warps, stages of the pipeline
 FEW_QUERIES: list[Size] = [(16, 64, 4, 2), (16, 16, 4, 1)]
-# By the largest row of a tile in bytes: what fits registers at each kind of bias (benchmarks/kernel_registers.py), and
-# the last one 99 KiB of shared memory
+# By the largest row of a tile in bytes: sizes that fit into registers for each bias (benchmarks/kernel_registers.py).
+# The last of each list also fits into 99 KiB of shared memory.
 SIZES: dict[str, dict[int, list[Size]]] = {
     "forward": {
         128: [(128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3)],
@@ -25,7 +25,7 @@ SIZES: dict[str, dict[int, list[Size]]] = {
         256: [(64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2)],
     },
 }
-# in rows of 128 bytes what fits too without a bias, or on devices 9.x, whose products read from shared memory
+# for rows of 128 bytes, sizes that also fit without a bias, or on devices 9.x, whose products read shared memory
 LARGER: dict[str, list[Size]] = {
     "forward": [(128, 128, 8, 3)],
     "query_gradient": [(128, 64, 8, 3), (64, 64, 4, 3)],
@@ -41,7 +41,7 @@ INTERPRETER_SIZES = {"BLOCK_M": 32, "BLOCK_N": 16}  # small: so that short seque
 
 
 def sizes(kernel: str, row: int, float32: bool, larger: bool) -> list[Size]:
-    """Candidates for tiles with rows of so many bytes."""
+    """Return candidates for tiles with rows of ``row`` bytes."""
     if float32:
         return FLOAT32[max(row, 256)]
     if row > 256:
@@ -50,7 +50,7 @@ def sizes(kernel: str, row: int, float32: bool, larger: bool) -> list[Size]:
 
 
 def _tuned(kernel: Any) -> Any:
-    """The kernel with its block sizes measured once per process, head width, dtype, bias and class of lengths."""
+    """Return a kernel that measures its block sizes once per process, head width, dtype, bias and class of lengths."""
     if INTERPRETED:
         return kernel
     name = kernel.__name__
@@ -58,16 +58,16 @@ def _tuned(kernel: Any) -> Any:
     configs = {x: triton.Config({"BLOCK_M": x[0], "BLOCK_N": x[1]}, num_warps=x[2], num_stages=x[3]) for x in listed}
 
     def suitable(_: list[triton.Config], named: dict[str, Any], **more: Any) -> list[triton.Config]:
-        """The candidates that are worth measuring; in deterministic mode the last, unmeasured.
+        """Return the candidates to measure; in deterministic mode the last one, which is then used without measuring.
 
-        Sums depend on the sizes of blocks in their last digits, so a choice by the clock would not be repeatable.
+        The last digits of sums depend on the block sizes, so a choice by time would not be repeatable.
         """
-        given = {**named, **more}
-        q = given["q"]
-        larger = given["BIAS"] == NONE.value or (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9)
-        found = sizes(name, given["BLOCK_D"] * q.element_size(), q.dtype == torch.float32, larger)
-        found = found if given["lengths"] else FEW_QUERIES
-        return [configs[x] for x in (found[-1:] if torch.are_deterministic_algorithms_enabled() else found)]
+        args = {**named, **more}
+        q = args["q"]
+        larger = args["BIAS"] == NONE.value or (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9)
+        candidates = sizes(name, args["BLOCK_D"] * q.element_size(), q.dtype == torch.float32, larger)
+        candidates = candidates if args["lengths"] else FEW_QUERIES
+        return [configs[x] for x in (candidates[-1:] if torch.are_deterministic_algorithms_enabled() else candidates)]
 
     keys = ["lengths", "WIDTH", "BIAS", "PADDED"]
     return triton.autotune([*configs.values()], key=keys, prune_configs_by={"early_config_prune": suitable})(kernel)
@@ -77,14 +77,29 @@ FORWARD, QUERY_GRADIENT, KEY_GRADIENT = _tuned(forward), _tuned(query_gradient),
 
 
 def launch(kernel: Any, rows: int, block: str, shared: dict[str, Any], **more: Any) -> None:
-    """Run a kernel on a grid of (blocks of ``rows``, heads, batch); ``block`` names the size that cuts the rows."""
-    given = INTERPRETER_SIZES if INTERPRETED else {}
+    """Run a tuned kernel on a grid of (blocks of rows, heads, batch).
+
+    Args:
+        kernel: to run.
+        rows: number of rows that are divided into blocks.
+        block: name of the block size that divides them.
+        shared: arguments shared by several kernels.
+        more: further arguments.
+    """
+    block_sizes = INTERPRETER_SIZES if INTERPRETED else {}
     lengths = 0 if shared["n"] <= 16 else 1 if shared["m"] <= 2048 else 2
-    run(kernel, lambda meta: triton.cdiv(rows, meta[block]), shared, **more, **given, lengths=lengths)
+    run(kernel, lambda meta: triton.cdiv(rows, meta[block]), shared, **more, **block_sizes, lengths=lengths)
 
 
 def run(kernel: Any, blocks: Callable[[dict[str, Any]], int], shared: dict[str, Any], **more: Any) -> None:
-    """Run a kernel on a grid of (blocks, heads, batch) with those of the shared arguments that it takes."""
+    """Run a kernel on a grid of (blocks, heads, batch) with those of the shared arguments that it has.
+
+    Args:
+        kernel: to run.
+        blocks: function of the kernel's meta-parameters that returns the number of blocks.
+        shared: arguments shared by several kernels.
+        more: further arguments.
+    """
     q = shared["q"]
     arguments = {name: shared[name] for name in kernel.arg_names if name in shared}
     with torch.cuda.device_of(q):  # Triton launches on the current device, whichever the tensors are on

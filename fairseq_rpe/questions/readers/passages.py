@@ -1,12 +1,20 @@
-"""Examples of SuperGLUE's nested sets: passages with several questions, MultiRC and ReCoRD."""
+"""Readers of sets of passages with several questions: MultiRC and ReCoRD of SuperGLUE."""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.sourcefiles import Entry
-from fairseq_rpe.questions.readers.tables import REMEDY, Example, NoLabel, Row, Wanted, chosen, rows
+from fairseq_rpe.data.documents import SourceFile
+from fairseq_rpe.questions.readers.tables import (
+    REMEDY,
+    Example,
+    MissingLabel,
+    RawRow,
+    ReaderSpec,
+    label_text,
+    read_rows,
+)
 from fairseq_rpe.utils import records
 from fairseq_rpe.utils.records import Natural
 
@@ -19,7 +27,7 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class _AnsweredQuestion:
+class _MultiRCQuestion:
     question: str
     idx: Natural
     answers: tuple[_Answer, ...]
@@ -28,7 +36,7 @@ class _AnsweredQuestion:
 @dataclass(frozen=True)
 class _QuestionedPassage:
     text: str
-    questions: tuple[_AnsweredQuestion, ...]
+    questions: tuple[_MultiRCQuestion, ...]
 
 
 @dataclass(frozen=True)
@@ -53,31 +61,35 @@ class _FlatMultiRC:
     label: int | None = None
 
 
-def multirc(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
-    """MultiRC: an example for each answer, to be called right or wrong; the answers of a question are one group.
+def multirc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+    """Read MultiRC: each answer is an example, to be classified as right or wrong.
 
-    A group is a paragraph and a question of it, for questions are numbered anew in each paragraph.
+    The answers of one question are a group. Questions are numbered within a paragraph, so the group names both.
+
+    Args:
+        files: Files of one split.
+        spec: What to read.
     """
-    for row in rows(files, wanted):
+    for row in read_rows(files, spec):
         for flat in _flat(row):
             number = flat.idx
             texts = {"question": flat.question, "answer": flat.answer, "paragraph": flat.paragraph}
             group = f"{number.paragraph}-{number.question}"
-            answer = chosen(flat.label, row.source, wanted.choices)
+            answer = label_text(flat.label, row.source, spec.choices)
             fields = {name: _without_markup(text) for name, text in texts.items()}
             yield Example(row.source, f"{group}-{number.answer}", fields, (answer,), group)
 
 
-def _flat(row: Row) -> Iterator[_FlatMultiRC]:
-    """A row as the hub has it; of the original files, a line holds many."""
+def _flat(row: RawRow) -> Iterator[_FlatMultiRC]:
+    """Yield the examples of a row: one in files of the hub, many in a line of the original files."""
     if "passage" not in row.values:
-        yield records.read(_FlatMultiRC, row.values, row.source, "the row", strict=False, remedy=REMEDY)
+        yield records.read_record(_FlatMultiRC, row.values, row.source, "the row", strict=False, remedy=REMEDY)
         return
-    found = records.read(_MultiRC, row.values, row.source, "the row", strict=False, remedy=REMEDY)
-    for asked in found.passage.questions:
-        for answer in asked.answers:
-            number = _AnswerNumber(found.idx, asked.idx, answer.idx)
-            yield _FlatMultiRC(found.passage.text, asked.question, answer.text, number, answer.label)
+    nested = records.read_record(_MultiRC, row.values, row.source, "the row", strict=False, remedy=REMEDY)
+    for question in nested.passage.questions:
+        for answer in question.answers:
+            number = _AnswerNumber(nested.idx, question.idx, answer.idx)
+            yield _FlatMultiRC(nested.passage.text, question.question, answer.text, number, answer.label)
 
 
 def _without_markup(text: str) -> str:
@@ -87,7 +99,7 @@ def _without_markup(text: str) -> str:
 @dataclass(frozen=True)
 class _Entity:
     start: Natural
-    end: Natural  # its last character
+    end: Natural  # index of its last character
 
 
 @dataclass(frozen=True)
@@ -130,16 +142,19 @@ class _FlatReCoRD:
     answers: tuple[str, ...] = ()
 
 
-def record(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
-    """ReCoRD: an example for each query; its answers are those of the passage's entities that fill the gap.
+def record(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+    """Read ReCoRD: each query is an example, whose answers are the entities of the passage that fill its gap.
 
-    The entities are its choices, each different text once, in the order of the file. Highlights of the passage become
-    sentences.
+    The choices are the different entities, in the order of the file. Highlights of the passage become sentences.
+
+    Args:
+        files: Files of one split.
+        spec: What to read.
     """
-    for row in rows(files, wanted):
+    for row in read_rows(files, spec):
         for query in _queries(row):
             if not query.answers:
-                raise NoLabel(row.source)
+                raise MissingLabel(row.source)
             entities, answers = tuple(dict.fromkeys(query.entities)), tuple(dict.fromkeys(query.answers))
             if not entities:
                 raise UserError(f"{row.source} has a passage without entities: {REMEDY}")
@@ -152,19 +167,19 @@ def record(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
             yield Example(row.source, name, fields, answers, choices=entities)
 
 
-def _queries(row: Row) -> Iterator[_FlatReCoRD]:
+def _queries(row: RawRow) -> Iterator[_FlatReCoRD]:
     if "qas" not in row.values:
-        yield records.read(_FlatReCoRD, row.values, row.source, "the row", strict=False, remedy=REMEDY)
+        yield records.read_record(_FlatReCoRD, row.values, row.source, "the row", strict=False, remedy=REMEDY)
         return
-    found = records.read(_ReCoRD, row.values, row.source, "the row", strict=False, remedy=REMEDY)
-    text = found.passage.text
-    for entity in found.passage.entities:
+    nested = records.read_record(_ReCoRD, row.values, row.source, "the row", strict=False, remedy=REMEDY)
+    text = nested.passage.text
+    for entity in nested.passage.entities:
         if not entity.start <= entity.end < len(text):
             raise UserError(f"{row.source} has an entity outside of its passage: {REMEDY}")
-    entities = tuple(text[entity.start : entity.end + 1] for entity in found.passage.entities)
-    for one in found.qas:
-        answers = tuple(answer.text for answer in one.answers)
-        yield _FlatReCoRD(text, one.query, entities, _QueryNumber(found.idx, one.idx), answers)
+    entities = tuple(text[entity.start : entity.end + 1] for entity in nested.passage.entities)
+    for question in nested.qas:
+        answers = tuple(answer.text for answer in question.answers)
+        yield _FlatReCoRD(text, question.query, entities, _QueryNumber(nested.idx, question.idx), answers)
 
 
 def _without_highlights(text: str) -> str:

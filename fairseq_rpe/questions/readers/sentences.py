@@ -1,62 +1,91 @@
-"""Examples of sets that have a row for each, with a label: GLUE's, and most of SuperGLUE's."""
+"""Readers of sets with one labelled row per example: GLUE and most of SuperGLUE."""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.sourcefiles import Entry
-from fairseq_rpe.questions.readers.tables import REMEDY, Example, NoLabel, Row, Wanted, chosen, lines, rows
+from fairseq_rpe.data.documents import SourceFile
+from fairseq_rpe.questions.readers.tables import (
+    REMEDY,
+    Example,
+    MissingLabel,
+    RawRow,
+    ReaderSpec,
+    label_text,
+    read_lines,
+    read_rows,
+)
 from fairseq_rpe.utils import records
 from fairseq_rpe.utils.records import Natural
 
 
-def labelled(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
-    """Fields that are texts, and one of the set's choices as ``label``."""
-    for row in rows(files, wanted, (*wanted.fields, "label")):
-        yield _example(row, wanted, chosen(row.values.get("label"), row.source, wanted.choices))
+def labelled(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+    """Read rows whose ``label`` is one of the choices of the set.
+
+    Args:
+        files: Files of one split.
+        spec: What to read.
+    """
+    for row in read_rows(files, spec, (*spec.fields, "label")):
+        yield _example(row, spec, label_text(row.values.get("label"), row.source, spec.choices))
 
 
-def _example(row: Row, wanted: Wanted, answer: str) -> Example:
-    return Example(row.source, row.id, {name: row.text(name) for name in wanted.fields}, (answer,))
+def _example(row: RawRow, spec: ReaderSpec, answer: str) -> Example:
+    return Example(row.source, row.id, {name: row.text(name) for name in spec.fields}, (answer,))
 
 
-def scored(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
-    """A ``label`` from 0 to 5, written as T5 does: the nearest multiple of 0.2, halves to the even one."""
-    for row in rows(files, wanted, (*wanted.fields, "label")):
+def stsb(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+    """Read STS-B: a ``label`` from 0 to 5, rounded as in T5 to the nearest multiple of 0.2 (ties to the even one).
+
+    Args:
+        files: Files of one split.
+        spec: What to read.
+    """
+    for row in read_rows(files, spec, (*spec.fields, "label")):
         value = row.values.get("label")
         if value in (None, "", -1, "-1"):
-            raise NoLabel(row.source)
+            raise MissingLabel(row.source)
         try:
             score = float(value) if isinstance(value, (str, int, float)) else -1.0
         except ValueError:
             score = -1.0
         if not 0 <= score <= 5:
             raise UserError(f"{row.source} has a label that is no number from 0 to 5: {REMEDY}")
-        yield _example(row, wanted, f"{round(score * 5) / 5:.1f}")
+        yield _example(row, spec, f"{round(score * 5) / 5:.1f}")
 
 
-def cause_or_effect(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
-    """COPA: as :func:`labelled`, and ``question`` says which of the two is asked for."""
-    for example in labelled(files, wanted):
+def copa(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+    """Read COPA as :func:`labelled` does, and check that ``question`` is ``cause`` or ``effect``.
+
+    Args:
+        files: Files of one split.
+        spec: What to read.
+    """
+    for example in labelled(files, spec):
         if example.fields["question"] not in ("cause", "effect"):
             raise UserError(f"{example.source} has a 'question' that is neither cause nor effect: {REMEDY}")
         yield example
 
 
-def paraphrases(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
-    """MRPC: as :func:`labelled`; its original text file holds both splits, and a list of pairs says which is valid."""
-    if len(files) < 2 or files[0].kind == "parquet":
-        yield from labelled(files, wanted)
+def mrpc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+    """Read MRPC as :func:`labelled` does; its original text file has both splits.
+
+    Args:
+        files: Files of one split, or the original file and the list of the pairs that are the validation split.
+        spec: What to read.
+    """
+    if len(files) < 2 or files[0].format == "parquet":
+        yield from labelled(files, spec)
         return
     pairs = set()
-    for source, text in lines(files[1]):
+    for source, text in read_lines(files[1]):
         if text.count("\t") != 1:
             raise UserError(f"{source} is no pair of numbers: {REMEDY}")
         pairs.add(tuple(text.split("\t")))
-    for row in rows(files[:1], wanted, (*wanted.fields, "label", "#1 ID", "#2 ID")):
-        if ((row.text("#1 ID"), row.text("#2 ID")) in pairs) == (wanted.split == "valid"):
-            yield _example(row, wanted, chosen(row.values.get("label"), row.source, wanted.choices))
+    for row in read_rows(files[:1], spec, (*spec.fields, "label", "#1 ID", "#2 ID")):
+        if ((row.text("#1 ID"), row.text("#2 ID")) in pairs) == (spec.split == "valid"):
+            yield _example(row, spec, label_text(row.values.get("label"), row.source, spec.choices))
 
 
 @dataclass(frozen=True)
@@ -67,34 +96,38 @@ class _Spans:
     span2_index: Natural
 
 
-def marked(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
-    """WSC in its marked form: ``* noun *`` and ``# pronoun #``; a span is given by its text and its first word.
+def wsc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+    """Read WSC with marked spans, ``* noun *`` and ``# pronoun #``.
 
-    A few published spans are not spelled as the text has them. White space, letter case and punctuation around them are
-    of no account; what is found in no way stays unmarked, as in T5.
+    A published span is a text and the index of its first word. Matching ignores case, white space and surrounding
+    punctuation, because a few spans differ from the text; spans that do not match stay unmarked, as in T5.
+
+    Args:
+        files: Files of one split.
+        spec: What to read.
     """
-    for row in rows(files, wanted):
-        spans = records.read(_Spans, row.values.get("target", row.values), row.source, "the row", False, REMEDY)
+    for row in read_rows(files, spec):
+        spans = records.read_record(_Spans, row.values.get("target", row.values), row.source, "the row", False, REMEDY)
         text = row.text("text")
         marks: list[tuple[int, int, int, str]] = []
         noun, pronoun = (spans.span1_text, spans.span1_index), (spans.span2_text, spans.span2_index)
         for mark, (words, index) in (("*", noun), ("#", pronoun)):
-            if found := _span(text, words, index, row.source):
-                begin, end = found
-                # behind each other at the same place: ends of spans, the inner one's first, and beginnings, the outer
+            if span := _find_span(text, words, index, row.source):
+                begin, end = span
+                # At the same character: ends before beginnings; the inner span ends first and begins last.
                 marks += [(begin, 1, -end, f"{mark} "), (end, 0, -begin, f" {mark}")]
-        # from the last on, so that the places before it stay what they are
-        for place, _, _, mark in sorted(marks, reverse=True):
-            text = text[:place] + mark + text[place:]
-        answer = chosen(row.values.get("label"), row.source, wanted.choices)
+        # Inserted from the last one, so that the positions of the others stay valid.
+        for position, _, _, mark in sorted(marks, reverse=True):
+            text = text[:position] + mark + text[position:]
+        answer = label_text(row.values.get("label"), row.source, spec.choices)
         yield Example(row.source, row.id, {"text": text}, (answer,))
 
 
-def _span(text: str, words: str, index: int, source: str) -> tuple[int, int] | None:
-    """Where in a text some words begin and end; the first is its word number ``index``, from 0 on."""
+def _find_span(text: str, words: str, index: int, source: str) -> tuple[int, int] | None:
+    """Return begin and end (characters) of words whose first one is word number ``index``; None if unmatched."""
     starts = [match.start() for match in re.finditer(r"\S+", text)]
     if index >= len(starts):
         raise UserError(f"{source} has a span at word {index} of a text of {len(starts)} words: {REMEDY}")
     pattern = r"\s+".join(map(re.escape, words.rstrip(" .,;:!?\n").split()))
-    found = re.compile(rf"[^\w\s]*({pattern})", re.IGNORECASE).match(text, starts[index]) if pattern else None
-    return found.span(1) if found else None
+    match = re.compile(rf"[^\w\s]*({pattern})", re.IGNORECASE).match(text, starts[index]) if pattern else None
+    return match.span(1) if match else None

@@ -1,164 +1,215 @@
-"""Rows of the files that known sets are shipped in: tab-separated text, JSON lines and parquet."""
+"""Rows of the files of benchmark sets: tab-separated text, JSON lines and parquet."""
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fairseq_rpe.core.errors import UserError, shown
-from fairseq_rpe.data.sourcefiles import Entry, lines_of, opened, readable
-from fairseq_rpe.utils.files import json_object
-from fairseq_rpe.utils.records import Words
+from fairseq_rpe.core.errors import UserError, shorten_path
+from fairseq_rpe.data.documents import SourceFile, iter_lines, open_source, source_errors
+from fairseq_rpe.utils.files import parse_json_object
+from fairseq_rpe.utils.records import TextTuple
 
 REMEDY = "correct it or get the file again"
-_PARQUET_ROWS = 64
-_HALF = re.compile("[\ud800-\udfff]")
+_PARQUET_ROWS = 64  # per batch
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
 
 
-class NoLabel(UserError):
-    """A row without its right answer; the message is but its file and line."""
+class MissingLabel(UserError):
+    """A row has no right answer; the message is its file and line only."""
 
 
 @dataclass(frozen=True)
-class Tsv:
-    """How the tab-separated files of a set are laid out. Quotation marks are plain characters in all of them."""
+class TsvFormat:
+    """Layout of tab-separated files. Quotation marks are plain characters.
 
-    header: Words = ()  # the names of the columns, where the files do not begin with them
-    columns: Mapping[str, str] = field(default_factory=dict)  # field of a row: its column, where they differ
-    skip_short: bool = False  # leave out lines with too few columns, and count them
+    Attributes:
+        header: Names of the columns, if the files do not begin with them.
+        columns: Column by field, where the names differ.
+        skip_short: Leave out lines with too few columns, and count them.
+    """
+
+    header: TextTuple = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+    skip_short: bool = False
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a reader is to find."""
+class ReaderSpec:
+    """What a reader reads.
 
-    fields: Words  # that the templates name
+    Attributes:
+        fields: Fields that the template of the set names.
+        split: Name of the split.
+        choices: All answers, in the order of the hub's labels.
+        tsv: Layout of tab-separated files.
+        skipped: Counts the lines that were left out, by reason.
+    """
+
+    fields: TextTuple
     split: str = "train"
-    choices: Words = ()  # all answers, in the order of the hub's numbers
-    tsv: Tsv = field(default_factory=Tsv)
-    skipped: Counter[str] = field(default_factory=Counter)  # how many lines were left out, by reason
+    choices: TextTuple = ()
+    tsv: TsvFormat = field(default_factory=TsvFormat)
+    skipped: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a reader found: the values of the templates' fields, and the right answers."""
+    """An example of a set: values for the fields of the template, and the right answers.
 
-    source: str  # file and line
+    Attributes:
+        source: File and line, for messages.
+        id: Unique within a split.
+        fields: Texts by field.
+        answers: All right answers.
+        group: Examples of one group are scored together.
+        choices: Possible answers, if they are not those of the set.
+        rows: Number of rows that the published count has for it.
+    """
+
+    source: str
     id: str
     fields: Mapping[str, str]
-    answers: Words
+    answers: TextTuple
     group: str = ""
-    choices: Words | None = None  # its own, where they are not those of the set
-    rows: int = 1  # that the published count has for it
+    choices: TextTuple | None = None
+    rows: int = 1
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of a file."""
+class RawRow:
+    """A row of a file.
 
-    source: str  # file and line, for messages
-    number: int  # from 0 on, in the file
+    Attributes:
+        source: File and line, for messages.
+        number: Number of the row in its file, from 0.
+        values: Values by column.
+    """
+
+    source: str
+    number: int
     values: Mapping[str, object]
 
     @property
     def id(self) -> str:
-        """Its ``idx``, or its place in the file, which is the same in files that have none."""
+        """The column ``idx``, or else the number of the row."""
         return str(idx) if type(idx := self.values.get("idx")) is int else str(self.number)
 
     def text(self, name: str) -> str:
-        """A field's text. Raises UserError: there is none, or but half a surrogate pair."""
+        """Return the text of a column.
+
+        Raises:
+            UserError: It is not a text, or has half a surrogate pair.
+        """
         value = self.values.get(name)
-        if not isinstance(value, str) or _HALF.search(value):
+        if not isinstance(value, str) or _SURROGATE.search(value):
             raise UserError(f"{self.source} has no text in '{name}': {REMEDY}")
         return value
 
 
-def rows(files: Sequence[Entry], wanted: Wanted, needed: Words = ()) -> Iterator[Row]:
-    """The rows of all files; of tab-separated ones the ``needed`` columns alone."""
-    for entry in files:
-        if entry.kind == "parquet":
-            yield from _parquet(entry)
-        elif entry.kind == "jsonl":
-            yield from _json_lines(entry)
+def read_rows(files: Sequence[SourceFile], spec: ReaderSpec, needed: TextTuple = ()) -> Iterator[RawRow]:
+    """Yield the rows of files.
+
+    Args:
+        files: The files.
+        spec: What the reader reads.
+        needed: Fields to read from tab-separated files; other formats yield all fields.
+    """
+    for file in files:
+        if file.format == "parquet":
+            yield from _parquet_rows(file)
+        elif file.format == "jsonl":
+            yield from _json_rows(file)
         else:
-            yield from _tab_separated(entry, wanted, needed)
+            yield from _tsv_rows(file, spec, needed)
 
 
-def lines(entry: Entry) -> Iterator[tuple[str, str]]:
-    """The lines of a text file that are not empty, each after its file and number. Raises UserError: no UTF-8."""
-    with opened(entry) as file:
-        for number, line in lines_of(file, entry, REMEDY):
-            source = f"{entry} line {number}"
+def read_lines(source: SourceFile) -> Iterator[tuple[str, str]]:
+    """Yield file-and-line and text of the lines of a file that are not empty.
+
+    Raises:
+        UserError: The file is not UTF-8.
+    """
+    with open_source(source) as file:
+        for number, line in iter_lines(file, source, REMEDY):
+            name = f"{source} line {number}"
             try:
                 text = line.removeprefix(_BOM if number == 1 else b"").decode().rstrip("\r\n")
             except UnicodeDecodeError:
-                raise UserError(f"{source} is not UTF-8: convert the file") from None
+                raise UserError(f"{name} is not UTF-8: convert the file") from None
             if text:
-                yield source, text
+                yield name, text
 
 
-def _json_lines(entry: Entry) -> Iterator[Row]:
-    for number, (source, text) in enumerate(lines(entry)):
-        yield Row(source, number, json_object(text, entry, REMEDY, int(source.rpartition(" ")[2])))
+def _json_rows(file: SourceFile) -> Iterator[RawRow]:
+    for number, (source, text) in enumerate(read_lines(file)):
+        yield RawRow(source, number, parse_json_object(text, file, REMEDY, int(source.rpartition(" ")[2])))
 
 
-def _tab_separated(entry: Entry, wanted: Wanted, needed: Words) -> Iterator[Row]:
-    """The ``label`` may have no column at all; where one is missing in a line, the line is broken."""
-    columns = {name: wanted.tsv.columns.get(name, name) for name in needed}
-    header, number = wanted.tsv.header, -1
-    places = {name: header.index(column) for name, column in columns.items()} if header else {}
-    for source, text in lines(entry):
+def _tsv_rows(file: SourceFile, spec: ReaderSpec, needed: TextTuple) -> Iterator[RawRow]:
+    """Yield rows of a tab-separated file; raise MissingLabel if it has no column for ``label``."""
+    columns = {name: spec.tsv.columns.get(name, name) for name in needed}
+    header, number = spec.tsv.header, -1
+    indices = {name: header.index(column) for name, column in columns.items()} if header else {}
+    for source, text in read_lines(file):
         cells = text.split("\t")
         if not header:
             header = tuple(cells)
-            places = _places(header, columns, source)
+            indices = _column_indices(header, columns, source)
             continue
         number += 1
-        if max(places.values()) >= len(cells):
-            if not wanted.tsv.skip_short:
+        if max(indices.values()) >= len(cells):
+            if not spec.tsv.skip_short:
                 raise UserError(f"{source} has {len(cells)} columns instead of {len(header)}: {REMEDY}")
-            wanted.skipped["too few columns"] += 1
+            spec.skipped["too few columns"] += 1
             continue
-        yield Row(source, number, {name: cells[place] for name, place in places.items()})
+        yield RawRow(source, number, {name: cells[index] for name, index in indices.items()})
 
 
-def _places(header: Words, columns: Mapping[str, str], source: str) -> dict[str, int]:
+def _column_indices(header: TextTuple, columns: Mapping[str, str], source: str) -> dict[str, int]:
     for name, column in columns.items():
         if column not in header:
             if name == "label":
-                raise NoLabel(source)
-            raise UserError(f"{source} has no column '{column}' but {shown(', '.join(header))}: {REMEDY}")
+                raise MissingLabel(source)
+            raise UserError(f"{source} has no column '{column}' but {shorten_path(', '.join(header))}: {REMEDY}")
     return {name: header.index(column) for name, column in columns.items()}
 
 
-def _parquet(entry: Entry) -> Iterator[Row]:
+def _parquet_rows(source: SourceFile) -> Iterator[RawRow]:
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise UserError(f"{entry} needs the package pyarrow: pip install pyarrow") from None
+        raise UserError(f"{source} needs the package pyarrow: pip install pyarrow") from None
     number = 0
     try:
-        with readable(entry), parquet.ParquetFile(entry.file) as file:
+        with source_errors(source), parquet.ParquetFile(source.local_path) as file:
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 for values in batch.to_pylist():
-                    yield Row(f"{entry} row {number + 1}", number, values)
+                    yield RawRow(f"{source} row {number + 1}", number, values)
                     number += 1
     except pyarrow.ArrowException as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{entry} is cut short or damaged ({reason}): get it again") from None
+        raise UserError(f"{source} is cut short or damaged ({reason}): get it again") from None
     except UnicodeDecodeError:
-        raise UserError(f"{entry} row {number + 1} is not UTF-8: convert the file") from None
+        raise UserError(f"{source} row {number + 1} is not UTF-8: convert the file") from None
 
 
-def chosen(value: object, source: str, choices: Words) -> str:
-    """The answer that a label stands for: the words themselves, a number or true and false among the ``choices``.
+def label_text(value: object, source: str, choices: TextTuple) -> str:
+    """Return the answer of a label.
 
-    Raises NoLabel: it is absent, empty or -1; UserError: it is none of the choices.
+    Args:
+        value: One of the choices, or the index of a choice, or a boolean as such an index.
+        source: File and line, for messages.
+        choices: All answers, in the order of the hub's labels.
+
+    Raises:
+        MissingLabel: The label is absent, empty or -1.
+        UserError: The label is not one of the choices.
     """
     if value is None or value == "" or (value in (-1, "-1") and type(value) is not bool):
-        raise NoLabel(source)
+        raise MissingLabel(source)
     if isinstance(value, str) and value in choices:
         return value
     text = str(int(value)) if isinstance(value, (bool, int)) else value

@@ -1,1 +1,1 @@
-"""What the page says about a sweep, chapter by chapter."""
+"""Chapters of the report of a sweep."""

@@ -1,118 +1,203 @@
-"""A sweep over algorithmic tasks: exact answers by number of items, and by depth where a task has depths."""
+"""Chapters on a sweep over generated tasks: accuracy by number of items, and by depth for tasks with depths."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from matplotlib.figure import Figure
+
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.figures import sweep_curves
-from fairseq_rpe.reports.chapters import by_depth, published_comparison
-from fairseq_rpe.reports.chapters.training import Run
-from fairseq_rpe.reports.page import Block, Findings, Part, Text, markdown, picture
-from fairseq_rpe.reports.sweep_results import ExactAnswers
-from fairseq_rpe.sweeps.sweep_record import Published, State
-from fairseq_rpe.utils.table import Cell, Row, Table, number, stacked
+from fairseq_rpe.figures.heat_maps import draw_needle_maps
+from fairseq_rpe.reports.chapters import published_comparison
+from fairseq_rpe.reports.chapters.training import TrainedRun
+from fairseq_rpe.reports.page import Block, Part, ReportContent, Text, markdown, svg_picture
+from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies
+from fairseq_rpe.sweeps.sweep_record import Published, SweepRecord
+from fairseq_rpe.utils.table import Cell, Table, TableRow, number_cell, stack_tables, text_cell
 
 
-def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings:
-    """What a sweep found."""
-    known, ranges = state.published, found.ranges()
-    values = {task: _table(found, task, known) for task in found.tasks}
-    curves = {task: {name: found.of(task, name) for name in found.methods(task)} for task in found.tasks}
-    units = {task: build(task).unit for task in found.tasks}
-    of = " or ".join(dict.fromkeys(units.values()))
-    figure = sweep_curves.exact_match(curves, found.trained, units)
-    drawn = picture(
+def build_content(record: SweepRecord, runs: Sequence[TrainedRun], accuracies: Accuracies) -> ReportContent:
+    """Build the report of a sweep over generated tasks."""
+    published, ranges = record.published, accuracies.describe_ranges()
+    tables = {task: _accuracy_table(accuracies, task, published) for task in accuracies.tasks}
+    curves = {
+        task: {name: accuracies.values_by_length(task, name) for name in accuracies.methods(task)}
+        for task in accuracies.tasks
+    }
+    units = {task: build(task).length_unit for task in accuracies.tasks}
+    unit = " or ".join(dict.fromkeys(units.values()))
+    figure = sweep_curves.draw_exact_match(curves, accuracies.train_items, units)
+    picture = svg_picture(
         figure,
-        f"Exact match in per cent against the number of {of}, a panel per task; {ranges}.",
-        f"Exact match against the number of {of}; shaded: the range in training.",
+        f"Exact match in percent against the number of {unit}, one panel for each task; {ranges}.",
+        f"Exact match against the number of {unit}; shaded: the range in training.",
     )
-    maps, blocks = by_depth.chapter(found)
-    several = Text("The figure shows the mean over the seeds and, as bars or shaded, least to largest.")
-    seeds = [several] * (len(state.seeds) > 1)
-    exact: list[Block] = [*values.values(), *seeds, drawn]
-    about: list[Block] = [Text(f"Exact match in %, mean over the numbers of {of}; {ranges}.")]
-    if known:
-        about.append(Text(f"Published: {known.source}; another model size, so compare only the order."))
-    return Findings(
-        _lead(state, found),
+    heat_maps, depth_blocks = build_depth_blocks(accuracies)
+    several_seeds = Text(
+        "The figure shows the mean over seeds, and bars or shading from the lowest to the highest seed."
+    )
+    blocks: list[Block] = [*tables.values(), *[several_seeds] * (len(record.seeds) > 1), picture]
+    notes: list[Block] = [Text(f"Exact match in %, mean over the numbers of {unit}; {ranges}.")]
+    if published:
+        notes.append(Text(f"Published: {published.source}; its model has another size, so compare only the order."))
+    return ReportContent(
+        _lead(record, accuracies),
         [
-            Part("exact", "Exact match", exact),
-            Part("depths", "Found at every depth?", blocks),
-            Part("published", "Beside the published values", published_comparison.blocks(state, runs)),
+            Part("exact", "Exact match", blocks),
+            Part("depths", "Is the answer found at every depth?", depth_blocks),
+            Part("published", "Comparison with published values", published_comparison.comparison_blocks(record, runs)),
         ],
-        partial(_measurements, found),
-        stacked(values, "task").markdown() + markdown([*about, *blocks]),
+        partial(_measurements, accuracies),
+        stack_tables(tables, "task").to_markdown() + markdown([*notes, *depth_blocks]),
         figure,
-        {"depths": maps} if maps else {},
+        {"depths": heat_maps} if heat_maps else {},
     )
 
 
-def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
-    """The mean exact answers in per cent: within the training range, beyond it, over all; published."""
-    unit = build(task).unit
+def _accuracy_table(accuracies: Accuracies, task: str, published: Published | None) -> Table:
+    """Mean accuracy in percent: within the training range, beyond it, over all; published."""
+    unit = build(task).length_unit
+    methods = accuracies.methods(task)
     caption = f"{task}: exact match in %, mean over the numbers of {unit} and seeds."
-    ends = {name: found.ends[task, name] for name in found.methods(task) if (task, name) in found.ends}
-    if ends:
-        caption += f" (to N): its positions end at N {unit}; the mean goes no further and is not compared."
+    limits = {
+        name: accuracies.position_limits[task, name] for name in methods if (task, name) in accuracies.position_limits
+    }
+    if limits:
+        caption += (
+            f" (to N): the method has positions for at most N {unit}, so its mean ends there and is not compared."
+        )
     head = ["method", "trained", "beyond", "all"]
-    lines = {name: list(found.means(task, name).values()) for name in found.methods(task)}
-    if known:
+    values = {name: list(accuracies.mean_by_range(task, name).values()) for name in methods}
+    if published:
         head.append("published")
         caption += " Published: not comparable; compare only the order of the methods."
-        for name, values in lines.items():
-            values.append(known.values.get(name, {}).get(parse(task)[0]))
-    # a mean over fewer items is another number
-    partly = {(name, place) for name in ends for place in (1, 2) if lines[name][place] is not None}
+        for name, row in values.items():
+            row.append(published.values.get(name, {}).get(parse(task)[0]))
+    # a mean over fewer items cannot be compared with one over all
+    incomplete = {(name, column) for name in limits for column in (1, 2) if values[name][column] is not None}
     best = [
         max(
-            (own[place] for name, own in lines.items() if (name, place) not in partly and own[place] is not None),
+            (
+                row[column]
+                for name, row in values.items()
+                if (name, column) not in incomplete and row[column] is not None
+            ),
             default=None,
         )
-        for place in range(len(head) - 1)
+        for column in range(len(head) - 1)
     ]
 
-    def cell(name: str, place: int) -> Cell:
-        if (name, place) in partly:
-            made = number(lines[name][place], ".1f")
-            return replace(made, text=f"{made.text} (to {ends[name]})")
-        return number(lines[name][place], ".1f", best[place])
+    def cell(name: str, column: int) -> Cell:
+        if (name, column) in incomplete:
+            plain = number_cell(values[name][column], ".1f")
+            return replace(plain, text=f"{plain.text} (to {limits[name]})")
+        return number_cell(values[name][column], ".1f", best[column])
 
-    rows = [Row(name, [cell(name, place) for place in range(len(best))]) for name in lines]
-    return Table(caption, head, rows, starred="largest")
+    rows = [TableRow(name, [cell(name, column) for column in range(len(best))]) for name in values]
+    return Table(caption, head, rows, best_label="largest")
 
 
-def _lead(state: State, found: ExactAnswers) -> list[str]:
-    methods, answered = found.methods(), Counter[tuple[str, int]]()
-    for row in found.rows:
-        answered[row.method, row.seed] += row.result.examples
+def _lead(record: SweepRecord, accuracies: Accuracies) -> list[str]:
+    methods, examples = accuracies.methods(), Counter[tuple[str, int]]()
+    for row in accuracies.results:
+        examples[row.method, row.seed] += row.result.examples
     lines = [
-        f"{len(methods)} method{'s' * (len(methods) > 1)} on {', '.join(state.algorithms)}, "
-        f"{'up to ' * bool(found.ends)}{max(answered.values()):,} generated "
-        f"examples of the {state.settings.subset} split answered by greedy decoding for each; {found.ranges()}."
+        f"{len(methods)} method{'s' * (len(methods) > 1)} on {', '.join(record.algorithms)}. Each answers "
+        f"{'up to ' * bool(accuracies.position_limits)}{max(examples.values()):,} generated examples of the "
+        f"{record.settings.split} split by greedy decoding; {accuracies.describe_ranges()}."
     ]
-    for task in found.tasks:
-        whole = [name for name in found.methods(task) if (task, name) not in found.ends]
-        beyond = {n: v for n in whole if (v := found.means(task, n)["beyond"]) is not None}
+    for task in accuracies.tasks:
+        complete = [name for name in accuracies.methods(task) if (task, name) not in accuracies.position_limits]
+        beyond = {n: v for n in complete if (v := accuracies.mean_by_range(task, n)["beyond"]) is not None}
         if beyond:
             best = max(beyond, key=beyond.__getitem__)
-            lines.append(f"Most exact answers to {task} beyond the training range: {best}, {beyond[best]:.1f} %.")
+            lines.append(f"Highest accuracy on {task} beyond the training range: {best}, {beyond[best]:.1f} %.")
     return lines
 
 
-def _measurements(found: ExactAnswers) -> Table:
-    lines = []
-    for row in found.rows:
-        one = row.result
-        counts = [Cell(str(n), n) for n in (row.seed, one.length, one.examples, one.right)]
-        lines.append(Row(row.method, [Cell(one.algorithm), *counts, number(one.accuracy, ".4f"), Cell(one.transform)]))
+def _measurements(accuracies: Accuracies) -> Table:
+    rows = []
+    for row in accuracies.results:
+        r = row.result
+        cells = [Cell(r.algorithm), *(Cell(str(n), n) for n in (row.seed, r.length, r.examples, r.right))]
+        cells += [number_cell(r.accuracy, ".4f"), Cell(r.transform)]
+        if accuracies.tasks_with_depths:
+            cells.append(number_cell(r.depth, "g"))
+        rows.append(TableRow(row.method, cells))
     head = ["method", "task", "seed", "items", "examples", "right", "accuracy", "positions"]
-    if found.deep:
-        head.append("depth")
-        lines = [
-            replace(line, cells=[*line.cells, number(row.result.depth, "g")])
-            for line, row in zip(lines, found.rows, strict=True)
-        ]
-    return Table("What accuracy.csv holds.", head, lines, folded=True)
+    head += ["depth"] if accuracies.tasks_with_depths else []
+    return Table("Contents of accuracy.csv.", head, rows, is_folded=True)
+
+
+def build_depth_blocks(accuracies: Accuracies) -> tuple[Figure | None, list[Block]]:
+    """Build the heat maps and tables by depth; nothing for tasks without depths."""
+    if not accuracies.tasks_with_depths:
+        return None, []
+    grids = {
+        task: {name: accuracies.mean_by_length_and_depth(task, name) for name in accuracies.methods(task)}
+        for task in accuracies.tasks_with_depths
+    }
+    figure = draw_needle_maps(grids, accuracies.train_items)
+    solved = "; ".join(
+        f"{task}, {name}: {_solved_text(accuracies.solved_length(task, name))}"
+        for task in grids
+        for name in accuracies.methods(task)
+    )
+    picture = svg_picture(
+        figure,
+        f"Exact match in percent by length and depth. At least {SOLVED_PERCENT:g} % at every depth: {solved}.",
+        "Exact match by length in tokens and depth: 0 is the start of the prompt, 1 the end.",
+    )
+    blocks: list[Block] = [picture]
+    for task in grids:
+        blocks += [_worst_depth_table(accuracies, task), _depth_table(accuracies, task)]
+        blocks.append(Text(_chance_level(accuracies, task)))
+    return figure, blocks
+
+
+def _solved_text(length: int | None) -> str:
+    return "no length" if length is None else f"up to {length} tokens"
+
+
+def _worst_depth_table(accuracies: Accuracies, task: str) -> Table:
+    """Accuracy at the worst depth by length, and the length up to which it is high enough."""
+    worst = {name: accuracies.worst_depth_by_length(task, name) for name in accuracies.methods(task)}
+    lengths = sorted({n for values in worst.values() for n in values})
+    rows = []
+    for name, values in worst.items():
+        cells = [number_cell(values.get(n), ".0f") for n in lengths]
+        rows.append(TableRow(name, [*cells, text_cell(_solved_text(accuracies.solved_length(task, name)))]))
+    caption = (
+        f"{task}: exact match in % at the worst depth, by length in tokens; last, the length up to which it is "
+        f"at least {SOLVED_PERCENT:g} % at every depth."
+    )
+    return Table(caption, ["method", *map(str, lengths), "found"], rows)
+
+
+def _depth_table(accuracies: Accuracies, task: str) -> Table:
+    """The numbers of the heat map."""
+    grids = {name: accuracies.mean_by_length_and_depth(task, name) for name in accuracies.methods(task)}
+    lengths, depths = (sorted({key[axis] for grid in grids.values() for key in grid}) for axis in (0, 1))
+    rows = [
+        TableRow(name, [Cell(str(n), n), *(number_cell(grid.get((n, depth)), ".0f") for depth in depths)])
+        for name, grid in grids.items()
+        for n in lengths
+        if any((n, depth) in grid for depth in depths)
+    ]
+    head = ["method", "tokens", *(f"{depth:g}" for depth in depths)]
+    return Table(f"{task}: exact match in % by length (rows) and depth (columns).", head, rows)
+
+
+def _chance_level(accuracies: Accuracies, task: str) -> str:
+    algorithm = build(task)
+    results = [row.result for row in accuracies.results if row.task == task]
+    lengths = sorted({result.length for result in results})
+    least, most = (algorithm.chance_accuracy(n) for n in (lengths[-1], lengths[0]))
+    if least is None or most is None:
+        return f"{task}: mean over the seeds."
+    shares = [f"{100 * least:.3g}"] + [f"{100 * most:.3g}"] * (least != most)
+    examples = " or ".join(map(str, sorted({result.examples for result in results})))
+    return f"{task}: a guess is right in {' to '.join(shares)} %; {examples} examples of each length and depth."

@@ -1,17 +1,17 @@
-"""A sweep beside what was published: the values, what differs, and the trends."""
+"""Comparison of a sweep with published results: values, differences of the settings, and trends."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from fairseq_rpe.checkpoints.model_sizes import full_name, size_of
-from fairseq_rpe.reports.chapters.training import TIED, Run, here
+from fairseq_rpe.checkpoints.model_sizes import find_size, full_arch_name
+from fairseq_rpe.reports.chapters.training import TIED, TrainedRun, own_settings
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Text
 from fairseq_rpe.reports.sweep_results import Perplexities
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.sweep_record import Published, PublishedSettings, State
-from fairseq_rpe.utils.table import Cell, Row, Table, least, number, words
+from fairseq_rpe.sweeps.sweep_record import Published, PublishedSettings, SweepRecord
+from fairseq_rpe.utils.table import Cell, Table, TableRow, lowest, number_cell, text_cell
 
 _YES, _NO, _OPEN = "yes", "no", "not verified"
 _COMPARED = {
@@ -41,107 +41,143 @@ _CAUTION = (
 )
 
 
-def completed(state: State) -> State:
-    """A record of an older version with what its recipe says; not one of the user's own, which may have changed."""
-    if state.recipe not in recipes.names():
-        return state
-    recipe, known = recipes.load(state.recipe), state.published
-    if known and recipe.published:
-        ours, was = recipe.published, known.settings
-        if was is None:
-            known = replace(ours, source=known.source, url=known.url or ours.url, values=known.values)
-        elif ours.settings and known.source == ours.source:
-            given = {name: value for name, value in vars(was).items() if value is not None}
-            known = replace(known, settings=replace(ours.settings, **given))
-    return replace(state, title=state.title or recipe.title, paper=state.paper or recipe.paper, published=known)
+def upgrade_record(record: SweepRecord) -> SweepRecord:
+    """Complete a record of an earlier version from its recipe; recipes of the user are not read, as they may differ.
+
+    Args:
+        record: record of a sweep.
+
+    Returns:
+        The record with title, paper and published results of the recipe where it had none.
+    """
+    if record.recipe not in recipes.names():
+        return record
+    recipe, published = recipes.load(record.recipe), record.published
+    if published and recipe.published:
+        ours, recorded = recipe.published, published.settings
+        if recorded is None:
+            published = replace(ours, source=published.source, url=published.url or ours.url, values=published.values)
+        elif ours.settings and published.source == ours.source:
+            stated = {name: value for name, value in vars(recorded).items() if value is not None}
+            published = replace(published, settings=replace(ours.settings, **stated))
+    return replace(record, title=record.title or recipe.title, paper=record.paper or recipe.paper, published=published)
 
 
-def blocks(state: State, made: Sequence[Run], found: Perplexities | None = None) -> list[Block]:
-    """The caution, what differs and, of a sweep on text, trends and values; nothing where none are published."""
-    known = state.published
-    if known is None:
+def comparison_blocks(
+    record: SweepRecord, runs: Sequence[TrainedRun], perplexities: Perplexities | None = None
+) -> list[Block]:
+    """Build the comparison with published results.
+
+    Args:
+        record: record of the sweep.
+        runs: trained runs.
+        perplexities: results of a sweep on text; None for other sweeps.
+
+    Returns:
+        A warning and the differences of the settings, and for a sweep on text trends and values; empty if nothing is
+        published for the compared methods.
+    """
+    published = record.published
+    if published is None:
         return []
-    printed = {
+    values = {
         name: {int(n): value for n, value in row.items()}
-        for name, row in known.values.items()
-        if found and name in state.encodings
+        for name, row in published.values.items()
+        if perplexities and name in record.encodings
     }
-    if found and not printed:
+    if perplexities and not values:
         return []
-    shown: list[Block] = [Text(_CAUTION, known.source, known.url or "", plain_warning=True)]
-    if known.settings:
-        shown.append(_differences(state, here(state, made), known.settings))
-    if found and known.settings and known.settings.tokens:
-        shown += _trends(found, known, printed, known.settings.tokens)
-    return [*shown, _table(known, printed)] if found else shown
+    shown: list[Block] = [Text(_CAUTION, published.source, published.url or "", plain_warning=True)]
+    if published.settings:
+        shown.append(_differences(record, own_settings(record, runs), published.settings))
+    if perplexities and published.settings and published.settings.tokens:
+        shown += _trends(perplexities, published, values, published.settings.tokens)
+    return [*shown, _table(published, values)] if perplexities else shown
 
 
-def _table(known: Published, printed: Mapping[str, Mapping[int, float]]) -> Table:
-    """The published values of the methods that were compared, by length."""
-    lengths = sorted({n for row in printed.values() for n in row})
-    best = {n: least([row.get(n) for row in printed.values()]) for n in lengths}
-    rows = [Row(name, [number(v.get(n), known.form, best[n]) for n in lengths]) for name, v in printed.items()]
-    return Table(f"Published: {known.source}.", ["published", *map(str, lengths)], rows, starred="least")
+def _table(published: Published, values: Mapping[str, Mapping[int, float]]) -> Table:
+    """Published values of the compared methods by length."""
+    lengths = sorted({n for row in values.values() for n in row})
+    best = {n: lowest([row.get(n) for row in values.values()]) for n in lengths}
+    rows = [
+        TableRow(name, [number_cell(v.get(n), published.number_format, best[n]) for n in lengths])
+        for name, v in values.items()
+    ]
+    return Table(f"Published: {published.source}.", ["published", *map(str, lengths)], rows, best_label="least")
 
 
-def _differences(state: State, own: PublishedSettings, there: PublishedSettings) -> Table:
-    """The setting here beside the published one, as far as either is known."""
-    # the same name, perhaps with the tokenizer's, is no proof of the same text, nor as many types of the same tokeniser
-    named = _plain(there.data or "")
-    alike = own.data is not None and named and _plain(PurePath(own.data).name).startswith(named)
-    types = [f"{n:,} types" if n else None for n in (own.vocabulary, there.vocabulary)]
-    tokeniser = ", ".join(filter(None, (there.tokeniser, types[1])))
-    model = None if there.arch is None or state.settings.extra else full_name(there.arch) == own.model
-    near = _near(own.parameters, there.parameters)
+def _differences(record: SweepRecord, ours: PublishedSettings, theirs: PublishedSettings) -> Table:
+    """Settings of the sweep and of the paper, as far as either is known."""
+    # an equal name does not prove an equal text, nor an equal vocabulary size an equal tokeniser
+    published_name = _plain(theirs.data or "")
+    same_name = ours.data is not None and published_name and _plain(PurePath(ours.data).name).startswith(published_name)
+    types = [f"{n:,} types" if n else None for n in (ours.vocabulary, theirs.vocabulary)]
+    tokeniser = ", ".join(filter(None, (theirs.tokeniser, types[1])))
+    model = None if theirs.arch is None or record.settings.extra else full_arch_name(theirs.arch) == ours.model
+    near = _near(ours.parameters, theirs.parameters)
     compared: list[tuple[str, object, object, str]] = [
-        ("data", own.data, there.data, f"{_OPEN}: the same name" if alike else _NO if own.data else _OPEN),
+        ("data", ours.data, theirs.data, f"{_OPEN}: the same name" if same_name else _NO if ours.data else _OPEN),
         (
             "tokeniser",
             types[0],
             tokeniser or None,
-            _OPEN if _near(own.vocabulary, there.vocabulary) is not False else _NO,
+            _OPEN if _near(ours.vocabulary, theirs.vocabulary) is not False else _NO,
         ),
-        ("layers, width, heads", _sized(state, own.model), there.model, _SAME[model]),
-        ("parameters", own.parameters, there.parameters, f"{_YES}, within {_NEAR:.0%}" if near else _SAME[near]),
-        # of a plain Adam it is not said where its weight decay goes
-        ("optimiser", own.optimiser, there.optimiser, _SAME[own.optimiser == there.optimiser or None]),
+        ("layers, width, heads", _sized(record, ours.model), theirs.model, _SAME[model]),
+        ("parameters", ours.parameters, theirs.parameters, f"{_YES}, within {_NEAR:.0%}" if near else _SAME[near]),
+        # a plain Adam in a paper does not tell whether its weight decay is decoupled
+        ("optimiser", ours.optimiser, theirs.optimiser, _SAME[ours.optimiser == theirs.optimiser or None]),
     ]
     for key, name in _COMPARED.items():
-        if key == "min_lr" and own.schedule != there.schedule:
+        if key == "min_lr" and ours.schedule != theirs.schedule:
             continue
-        ours, other = getattr(own, key), getattr(there, key)
-        if key == "batch_sentences" and own.context == "within documents" and ours is not None:
-            compared.append((name, f"as many as have the tokens of {ours} full ones", other, _OPEN))
+        our_value, their_value = getattr(ours, key), getattr(theirs, key)
+        if key == "batch_sentences" and ours.context == "within documents" and our_value is not None:
+            compared.append((name, f"tokens of {our_value} full sequences", their_value, _OPEN))
             continue
-        compared.append((name, ours, other, _SAME[None if ours is None or other is None else ours == other]))
+        compared.append(
+            (
+                name,
+                our_value,
+                their_value,
+                _SAME[None if our_value is None or their_value is None else our_value == their_value],
+            )
+        )
     rows = [
-        Row(name, [_said(ours, NOT_RECORDED), _said(other, _NOT_STATED), words(same if other is not None else _OPEN)])
-        for name, ours, other, same in compared
-        if ours is not None or other is not None
+        TableRow(
+            name,
+            [
+                _value_cell(our_value, NOT_RECORDED),
+                _value_cell(their_value, _NOT_STATED),
+                text_cell(same if their_value is not None else _OPEN),
+            ],
+        )
+        for name, our_value, their_value, same in compared
+        if our_value is not None or their_value is not None
     ]
-    caption = "What is the same and what is not: what a paper does not state is not compared."
-    return Table(caption, ["", "here", "published", "same?"], rows, words=True)
+    caption = "Settings that are the same and that differ; a setting that the paper does not state is not compared."
+    return Table(caption, ["", "here", "published", "same?"], rows, is_text=True)
 
 
-def _near(ours: int | None, other: int | None) -> bool | None:
-    """Whether two counts agree up to rounding, and a few symbols of fairseq's own; ``None``: one is not known."""
-    return abs(ours / other - 1) <= _NEAR if ours and other else None
+def _near(ours: int | None, theirs: int | None) -> bool | None:
+    """Return whether two counts agree up to rounding and fairseq's special symbols; None if one is unknown."""
+    return abs(ours / theirs - 1) <= _NEAR if ours and theirs else None
 
 
-def _sized(state: State, arch: str | None) -> str | None:
-    """The size of a model in words, or the name of its architecture where further flags may have changed it."""
-    size = size_of(arch) if arch and not state.settings.extra else None
+def _sized(record: SweepRecord, arch: str | None) -> str | None:
+    """Return the size of a model in words, or its architecture's name if further flags may have changed the size."""
+    size = find_size(arch) if arch and not record.settings.extra else None
     return f"{size.layers} layers of width {size.width}, {size.heads} heads" if size else arch
 
 
-def _said(value: object, missing: str) -> Cell:
+def _value_cell(value: object, missing: str) -> Cell:
     if isinstance(value, bool):
-        return words(TIED[value])
+        return text_cell(TIED[value])
     if isinstance(value, (int, float)):
         return Cell(f"{value:,}" if isinstance(value, int) else f"{value:g}", value)
     if isinstance(value, tuple):
-        return words(", ".join(f"{one:g}" for one in value))
-    return words(missing if value is None else value)
+        return text_cell(", ".join(f"{item:g}" for item in value))
+    return text_cell(missing if value is None else value)
 
 
 def _plain(name: str) -> str:
@@ -149,31 +185,31 @@ def _plain(name: str) -> str:
 
 
 def _trends(
-    found: Perplexities, known: Published, printed: Mapping[str, Mapping[int, float]], there: int
+    perplexities: Perplexities, published: Published, values: Mapping[str, Mapping[int, float]], published_length: int
 ) -> list[Block]:
-    """Perplexity over that at the training length, at the multiples of it that both have."""
-    length = found.trained_at
+    """Table of the perplexity over that at the training length, at multiples of it, here and published."""
+    length = perplexities.train_length
     multiples = [
         n // length
-        for n in found.lengths
-        if n > length and n % length == 0 and all(there * (n // length) in row for row in printed.values())
+        for n in perplexities.lengths
+        if n > length and n % length == 0 and all(published_length * (n // length) in row for row in values.values())
     ]
-    if not all(there in row for row in printed.values()):
+    if not all(published_length in row for row in values.values()):
         return []
     rows = []
-    for name, row in printed.items():
-        if length not in (ours := found.means(name)):
+    for name, row in values.items():
+        if length not in (means := perplexities.mean_by_length(name)):
             continue
         cells = []
         for m in multiples:
-            own = ours[length * m] / ours[length] if length * m in ours else None
-            theirs, start = row[there * m], row[there]
-            published = math.exp(theirs) / math.exp(start) if known.measure == "log_ppl" else theirs / start
-            cells += [number(own, ".3f"), number(published, ".3f")]
-        rows.append(Row(name, cells))
+            ratio = means[length * m] / means[length] if length * m in means else None
+            long, short = row[published_length * m], row[published_length]
+            published_ratio = math.exp(long) / math.exp(short) if published.measure == "log_ppl" else long / short
+            cells += [number_cell(ratio, ".3f"), number_cell(published_ratio, ".3f")]
+        rows.append(TableRow(name, cells))
     caption = (
-        f"Trends: perplexity over the one at the training length L ({length} here, {there} published), at multiples of "
-        "L; below 1 is better than at L."
+        f"Trends: perplexity relative to the training length L ({length} here, {published_length} published), at "
+        "multiples of L; below 1 is better than at L."
     )
     head = ["", *(["here", "published"] * len(multiples))]
     return [Table(caption, head, rows, groups=[f"{m} L" for m in multiples])] if rows and multiples else []

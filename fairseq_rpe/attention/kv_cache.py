@@ -1,0 +1,154 @@
+"""KV cache: keys and values of a text that grows token by token, in memory with capacity for the next tokens."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fairseq_rpe.core.errors import UserError
+
+SPARE = 256  # tokens; a step reads all keys anyway, so copying them once in so many steps costs little
+
+
+class GrowableBuffer:
+    """Memory (B, H, capacity, D) whose first ``used`` tokens are taken; at most a third of it, or ``SPARE``, is free.
+
+    Taken memory is never written again, and tokens are appended only to a tensor that has all that is taken. So a
+    cache may be copied and continued in two ways: the second continuation finds the memory taken and gets its own.
+
+    Args:
+        memory: (B, H, capacity, D).
+        used: number of tokens in it.
+    """
+
+    def __init__(self, memory: Tensor, used: int) -> None:
+        self.memory, self.used = memory, used
+
+    @classmethod
+    def with_prefix(cls, old: Tensor, more: int) -> "GrowableBuffer":
+        """Return a buffer with a copy of old (B, H, m, D) and capacity for at least ``more`` tokens after it."""
+        batch, heads, used, width = old.shape
+        buffer = cls(old.new_empty(batch, heads, used + more + max(SPARE, used // 2), width), used)
+        buffer.memory[:, :, :used] = old
+        return buffer
+
+    def can_append(self, old: Tensor, more: int) -> bool:
+        """Return whether ``old`` is exactly what is taken, and ``more`` tokens fit after it."""
+        memory, used = self.memory, self.used
+        return (
+            old.data_ptr() == memory.data_ptr()
+            and old.shape == (*memory.shape[:2], used, memory.shape[3])
+            and old.stride() == memory.stride()
+            and used + more <= memory.shape[2]
+            and (torch.is_inference_mode_enabled() or not memory.is_inference())
+        )
+
+    def append(self, new: Tensor) -> Tensor:
+        """Append new (B, H, n, D) and return all tokens (B, H, used, D)."""
+        start, self.used = self.used, self.used + new.shape[2]
+        self.memory[:, :, start : self.used] = new
+        return self.memory[:, :, : self.used]
+
+    def select_rows(self, rows: Tensor) -> tuple[Tensor, "GrowableBuffer"]:
+        """Return the tokens of rows (B',) int64 of the batch, and the new buffer of equal capacity that has them."""
+        other = GrowableBuffer(self.memory.new_empty(len(rows), *self.memory.shape[1:]), self.used)
+        selected = other.memory[:, :, : self.used]
+        return torch.index_select(self.memory[:, :, : self.used], 0, rows, out=selected), other
+
+
+def append_tokens(buffer: GrowableBuffer | None, old: Tensor, new: Tensor) -> tuple[Tensor, GrowableBuffer | None]:
+    """Concatenate tokens in a buffer.
+
+    Where gradients may be needed, which writing into memory of an earlier step would spoil, or where dtypes or devices
+    differ, the result is torch's own concatenation without a buffer.
+
+    Args:
+        buffer: that ``old`` may be a view of, or None.
+        old: (B, H, m, D).
+        new: (B, H, n, D).
+
+    Returns:
+        (B, H, m + n, D), and the buffer that it is a view of, or None.
+    """
+    if torch.is_grad_enabled() or old.dtype != new.dtype or old.device != new.device:
+        return torch.cat([old, new], dim=2), None
+    if buffer is None or not buffer.can_append(old, new.shape[2]):
+        buffer = GrowableBuffer.with_prefix(old, new.shape[2])
+    return buffer.append(new), buffer
+
+
+@dataclass
+class KVCache:
+    """Keys, not rotated, values and token features of the m tokens that a ``RelativeAttention`` has seen.
+
+    Attributes:
+        k: (B, H, m, D), or None in a new cache.
+        v: (B, H, m, D), or None.
+        features: (B, H, m, E) for an encoding that has token features, or None.
+        buffers: memory that k, v and features are views of, or None each; without it, as after assigning k and v, the
+            next step copies them.
+        layer: process, number and encoding of the layer that filled the cache.
+    """
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+    features: Tensor | None = None
+    buffers: tuple[GrowableBuffer | None, ...] = field(default=(None, None, None), repr=False)
+    layer: tuple[str, int, str] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return 0 if self.k is None else self.k.shape[2]
+
+    def check_layer(self, layer: tuple[str, int, str]) -> None:
+        """Check that a layer may continue this cache.
+
+        If the process differs, as for a cache that was saved, only the encodings are compared.
+
+        Args:
+            layer: process, number and encoding of the layer.
+
+        Raises:
+            UserError: another layer filled the cache.
+        """
+        if not len(self) or self.layer is None:
+            return
+        compared = slice(0, 3) if self.layer[0] == layer[0] else slice(2, 3)
+        if self.layer[compared] != layer[compared]:
+            raise UserError(
+                f"the cache is of another layer, with {self.layer[2]}, and this layer has {layer[2]}: each layer needs "
+                "a cache of its own, of new_cache()"
+            )
+
+    def append(self, layer: tuple[str, int, str], *new: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the keys, values and features of the cache followed by those of new tokens.
+
+        Args:
+            layer: process, number and encoding of the layer.
+            new: keys, values and features (B, H, n, …) of the new tokens; features may be None.
+
+        Raises:
+            UserError: the cache is of another batch or another layer, or of another dtype or device.
+        """
+        old = self.k, self.v, self.features
+        if old[0] is None or new[0] is None:
+            return new
+        if len(old[0]) != len(new[0]):
+            raise UserError(
+                f"the cache holds {len(old[0])} rows and {len(new[0])} came: use a new cache for a new batch"
+            )
+        for name, x, y in zip(("keys", "values", "features"), old, new, strict=True):
+            old_layout, new_layout = _describe_layout(x), _describe_layout(y)
+            if old_layout != new_layout:
+                raise UserError(
+                    f"the cache holds {name} ({old_layout}), and this layer adds {name} ({new_layout}): each layer "
+                    "needs a cache of its own, in one dtype and on one device"
+                )
+        self.check_layer(layer)
+        triples = zip(self.buffers, old, new, strict=True)
+        joined = [(y, None) if x is None or y is None else append_tokens(buffer, x, y) for buffer, x, y in triples]
+        self.buffers = tuple(buffer for _, buffer in joined)
+        return tuple(x for x, _ in joined)
+
+
+def _describe_layout(x: Tensor | None) -> str:
+    return "none" if x is None else f"{x.shape[1]} heads of width {x.shape[3]}, {x.dtype} on {x.device}"

@@ -1,0 +1,86 @@
+"""Fills in what an evaluation request leaves open from its checkpoint, before fairseq is imported."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import parse
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.encodings import load_module
+from fairseq_rpe.evaluation.position_limits import max_length
+from fairseq_rpe.evaluation.question_records import QuestionRequest
+from fairseq_rpe.evaluation.records import ExactMatchRequest, TextRequest
+from fairseq_rpe.runs import checkpoints
+
+LENGTH_MULTIPLES = (1, 2, 4, 8, 16)  # default evaluation lengths, in training lengths
+Request = TypeVar("Request", TextRequest, ExactMatchRequest, QuestionRequest)
+
+
+def default_lengths(
+    checkpoint: Path, data: Path, split: str, rpe: str | None, positions: str | None, blocks: str | None = None
+) -> list[int]:
+    """Return 1, 2, 4, 8 and 16 training lengths, as far as the split and the positions allow.
+
+    Prints a line to standard error that names the lengths left out, and the reason.
+
+    Args:
+        checkpoint: checkpoint file.
+        data: binarised data folder.
+        split: name of the split to score.
+        rpe: encoding in place of the checkpoint's, if any.
+        positions: position transform in place of the checkpoint's, if any.
+        blocks: stream or document, in place of those of the checkpoint's training, if any.
+
+    Returns:
+        Lengths in tokens, ascending; at least the training length.
+
+    Raises:
+        UserError: the checkpoint does not record its training length, or it or the data cannot be used.
+    """
+    model = checkpoints.load(checkpoint)
+    train_length = model.train_length()
+    if not train_length:
+        raise UserError(f"{checkpoint} does not record its training length: use --lengths")
+    corpus.check_folder(data, split)
+    tokens = corpus.count_tokens(data, split)
+    limits = {f"{data}/{split} has {tokens} tokens": tokens}
+    if (blocks or model.task.get("blocks")) == "document":
+        corpus.check_documents(data, split)
+        longest = corpus.longest_document(data, split)
+        limits[f"the longest document of {data}/{split} has {longest} tokens"] = longest
+    spec = positions or model.model.get("positions_eval") or None
+    if (limit := max_length(spec, train_length)) is not None:
+        limits[f"'{spec}' has {limit} positions"] = limit
+    name, settings = parse(rpe or model.encoding)
+    if name == "learned":
+        num_positions = int(settings.get("max_positions", 0)) or train_length
+        limits[f"'learned' has {num_positions} positions"] = num_positions
+    reason, limit = min(limits.items(), key=lambda item: item[1])
+    candidates = [multiple * train_length for multiple in LENGTH_MULTIPLES]
+    lengths = [n for n in candidates if n <= limit] or candidates[:1]
+    if left_out := candidates[len(lengths) :]:
+        print(f"lengths {', '.join(map(str, left_out))} are left out: {reason}", file=sys.stderr)
+    return lengths
+
+
+def with_checkpoint_rotation(request: Request) -> Request:
+    """Complete the request's encoding with the rotation settings of the checkpoint.
+
+    Results then name the encoding that was really evaluated.
+
+    Args:
+        request: an evaluation request; its ``rpe`` may be None.
+
+    Returns:
+        The request, unchanged if it does not replace the encoding.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or ``rpe`` is not valid or contradicts the checkpoint's rotation.
+    """
+    if request.rpe is None:
+        return request
+    if request.rpe_module is not None:
+        load_module(request.rpe_module)
+    return replace(request, rpe=checkpoints.load(request.checkpoint).complete_spec(request.rpe))

@@ -1,0 +1,189 @@
+"""Variants of cloze questions: names replaced by other names, and needles (inserted sentences with the answer)."""
+
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.questions.cloze import (
+    ANSWER_TOKENS,
+    LETTERS,
+    RANDOM,
+    RECENT,
+    ClozeDocument,
+    ClozeQuestion,
+    hash64,
+    seeded_generator,
+)
+
+_ATTEMPTS = 16  # to draw names that take no more tokens than the context has
+NEEDLE = "The keeper of the key is"  # followed by a name that the passage does not mention elsewhere
+NEEDLE_NAMES = 64  # most frequent names of the training texts: so few that a small model soon knows them all
+
+
+class NamePermutation:
+    """Replaces the names of a question by other names, drawn for each question, so that none can be memorised.
+
+    Hermann et al. 2015, Teaching Machines to Read and Comprehend (arXiv 1506.03340), Section 3.2, permute entity
+    markers in the same way; here names are replaced by names, so that the text stays readable.
+
+    Args:
+        names: Names to draw from.
+        encode: Tokenizer that returns the (tokens,) ids of a text.
+        seed: Seed of the draws.
+    """
+
+    def __init__(self, names: Collection[str], encode: Callable[[str], np.ndarray], seed: int) -> None:
+        self._encode, self._seed = encode, seed
+        self._sizes: dict[str, int] = {}
+        self._names_by_size = defaultdict[int, list[str]](list)
+        for name in sorted(names):
+            self._names_by_size[self._name_size(name)].append(name)
+
+    def __call__(
+        self, question: ClozeQuestion, passage: str, max_tokens: int, document_digest: str
+    ) -> tuple[ClozeQuestion, str]:
+        """Return the question and its passage with other names.
+
+        Args:
+            question: The question.
+            passage: Text of its passage.
+            max_tokens: Most tokens of prompt, passage and cue together.
+            document_digest: Part of the seed of the draw.
+
+        Raises:
+            UserError: There are too few names that are short enough.
+        """
+        names = list(dict.fromkeys((*question.choices, *question.question_names)))
+        pattern = re.compile(rf"(?<![^\W\d_])(?:{'|'.join(map(re.escape, names))})(?![^\W\d_])")
+        seed_text = f"{self._seed}\0{document_digest}\0{question.gap_start}\0{question.passage_end}"
+        for new_names in self._draw(names, seed_text):
+            renamed, new_passage = _rename(question, passage, new_names, pattern)
+            if self._token_count(renamed, new_passage) <= max_tokens:
+                return renamed, new_passage
+        raise UserError(
+            f"the training texts have too few short names to exchange {len(names)} of a passage for: give more texts, "
+            "or leave out --entity-names exchanged"
+        )
+
+    def _draw(self, names: list[str], seed_text: str) -> Iterator[Mapping[str, str]]:
+        """Yield new names by old name, each of as many tokens as the old one, or else of fewer."""
+        for attempt in range(_ATTEMPTS):
+            generator, used, new_names = seeded_generator(f"{seed_text}\0{attempt}"), set[str](), {}
+            for name in names:
+                sizes = range(self._name_size(name), 0, -1)
+                unused = ([n for n in self._names_by_size.get(k, ()) if n not in used and n != name] for k in sizes)
+                candidates = next((names for names in unused if names), None)
+                if candidates is None:
+                    return
+                new_names[name] = candidates[int(generator.integers(len(candidates)))]
+                used.add(new_names[name])
+            yield new_names
+
+    def _name_size(self, name: str) -> int:
+        """Return the tokens of a name after a space and after a quotation mark, where tokenizers cut differently."""
+        if name not in self._sizes:
+            self._sizes[name] = len(self._encode(f" {name}, “{name}"))
+        return self._sizes[name]
+
+    def _token_count(self, question: ClozeQuestion, passage: str) -> int:
+        return sum(len(self._encode(text)) for text in (question.prompt, passage, question.cue) if text)
+
+
+def _rename(
+    question: ClozeQuestion, passage: str, new_names: Mapping[str, str], pattern: re.Pattern[str]
+) -> tuple[ClozeQuestion, str]:
+    def rename(text: str) -> str:
+        return pattern.sub(lambda match: new_names[match[0]], text)
+
+    renamed = replace(
+        question,
+        prompt=rename(question.prompt),
+        cue=rename(question.cue),
+        answer=new_names[question.answer],
+        choices=tuple(new_names[name] for name in question.choices),
+        question_names=tuple(new_names[name] for name in question.question_names),
+        guesses={guess: new_names[name] for guess, name in question.guesses.items()},
+    )
+    return renamed, rename(passage)
+
+
+class NeedleDocument(ClozeDocument):
+    """A document into which needles can be inserted: sentences that contain the answer."""
+
+    def name_counts(self) -> Counter[str]:
+        """Return how often each name is mentioned."""
+        return Counter(self._names[name_index] for name_index in self._mention_names.tolist())
+
+    def needle_questions(self, context_tokens: int) -> Iterator[ClozeQuestion]:
+        """Yield, for each sentence and bin of distance, a question whose needle goes before that sentence.
+
+        The answer is still empty: :func:`insert_needle` draws it.
+
+        Args:
+            context_tokens: Most tokens of passage, needle, question and answer together.
+        """
+        cue = f"\n\n{NEEDLE}"
+        # Needle and question are the same sentence, each followed by the answer.
+        max_budget = context_tokens - 2 * (ANSWER_TOKENS + len(self._encode(cue)))
+        sentences = self.sentences()
+        sentence_end_words = self._end_words(sentences)
+        for sentence_start, _ in sentences:
+            needle_word = bisect_left(self._word_ends, sentence_start + 1)
+            seed_hash = hash64(f"{sentence_start} {NEEDLE}")
+            budget = self._sample_budget(max_budget, seed_hash)
+            for end_word in self.passage_ends(needle_word, budget, seed_hash, sentence_end_words):
+                start_word = self._passage_start_word(end_word, budget)
+                if start_word is None or self._word_text_start(start_word) > sentence_start:
+                    continue
+                mention_names, _ = self._mentions_between(start_word, end_word)
+                yield ClozeQuestion(
+                    passage_start=self._word_text_start(start_word),
+                    passage_end=self._word_ends[end_word - 1],
+                    gap_start=sentence_start,
+                    prompt="",
+                    cue=cue,
+                    answer="",
+                    choices=self._names_in_order(mention_names),
+                    question_names=(),
+                    distance=end_word - needle_word,
+                    guesses={},
+                    distance_bin=self._distance_bin(needle_word, end_word, budget),
+                )
+
+
+def insert_needle(
+    question: ClozeQuestion, passage: str, names: Collection[str], seed_text: str
+) -> tuple[ClozeQuestion, str]:
+    """Draw an answer and insert the sentence that contains it.
+
+    Args:
+        question: A question of :meth:`NeedleDocument.needle_questions`.
+        passage: Text of its passage.
+        names: Possible answers.
+        seed_text: Seed of the draw.
+
+    Returns:
+        The question with its answer, and the passage with the needle.
+
+    Raises:
+        UserError: The passage already mentions all the names.
+    """
+    generator = seeded_generator(f"{seed_text}\0{question.gap_start}\0{question.passage_end}")
+    unused = sorted(set(names).difference(question.choices))
+    if not unused:
+        raise UserError("the training texts have too few names to plant another one: give more texts")
+    answer = unused[int(generator.integers(len(unused)))]
+    needle_start = question.gap_start - question.passage_start  # character of the passage
+    text = f"{passage[:needle_start]}{NEEDLE} {answer}. {passage[needle_start:]}"
+    choices = (*question.choices, answer)
+    last_starts = {word[0]: word.start() for word in LETTERS.finditer(text)}
+    guesses = {
+        RECENT: max(choices, key=last_starts.__getitem__),
+        RANDOM: choices[int(generator.integers(len(choices)))],
+    }
+    return replace(question, answer=answer, choices=choices, guesses=guesses), text

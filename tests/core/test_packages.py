@@ -1,0 +1,90 @@
+"""The imports between packages that docs/architecture.md allows, and the lengths of files, read from the source."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from conftest import PACKAGE, run
+from package_imports import ALLOWED_IMPORTS, FAIRSEQ, GLUE, PackageImports
+
+IMPORTS = PackageImports(PACKAGE)
+# Inside functions: packages that not everybody has, and those that read their surroundings when they are imported.
+OPTIONAL = {"huggingface_hub", "pyarrow", "submitit", "tokenizers", "triton", "pooch", "torchdiffeq", "rouge_score"}
+OPTIONAL |= {"datasets", "sklearn", "scipy"}
+# Inside functions as well, because they are slow to import and most calls of their files do without them.
+SLOW = {"matplotlib", "tensorboard", "torch", "numpy", "sentencepiece", "mpmath", "sympy", "flint", "tqdm", "jinja2"}
+FAIRSEQS = {"fairseq", "fairseq_cli"}
+
+
+def test_packages_import_only_what_they_may_and_no_two_files_each_other():
+    assert {IMPORTS.package(name) for name in IMPORTS.files} == set(ALLOWED_IMPORTS)
+    assert IMPORTS.forbidden_imports(ALLOWED_IMPORTS) == IMPORTS.cycles() == []
+
+
+def test_imports_inside_functions_are_of_the_called_command_or_of_optional_packages():
+    late = IMPORTS.imports_in_functions()
+    # the kernels need the package triton, which is optional; a model loads its encoding logger on request
+    ours = late.pop(".", set()) - {"attention.triton", "models.transformer_rpe_lm"}
+    assert {IMPORTS.package(name) for name in ours} <= {"cli"}, ours
+    third = {name: files for name, files in late.items() if name not in sys.stdlib_module_names}
+    assert set(third) <= OPTIONAL | SLOW | FAIRSEQS, third
+
+
+def test_only_packages_that_run_models_import_fairseq():
+    assert IMPORTS.importers("fairseq", "fairseq_cli") <= FAIRSEQ
+    # packages that come with it; one of them computes scores of answers too, and is imported alone there
+    assert IMPORTS.importers("omegaconf", "hydra", "bitarray", "sacrebleu", "torchaudio", "cffi") <= GLUE
+    assert IMPORTS.importers("sklearn") <= GLUE | {"questions"}
+
+
+def test_rules_find_every_kind_of_violation(tmp_path):
+    """The same rules on a small tree with one fault of each kind."""
+    root = tmp_path / "small"
+    for name, text in {
+        "__init__.py": "",
+        "core/__init__.py": "",
+        "core/errors.py": "",
+        "core/low.py": "def f():\n    from ..runs import start\n",
+        "runs/__init__.py": "",
+        "runs/start.py": "from small.core.errors import X\nfrom small.runs import plan\n",
+        "runs/plan.py": "import fairseq\n\ndef f(a: dict[str, Any]) -> None:\n    from . import start\n",
+        "cli/train.py": "from ..runs import start\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    imports = PackageImports(root)
+    allowed = {"core": set(), "runs": {"core"}, "cli": {"runs"}}
+    assert imports.forbidden_imports(allowed) == ["core.low imports runs.start"]
+    assert imports.forbidden_imports({**allowed, "core": {"runs"}, "cli": set()}) == ["cli.train imports runs.start"]
+    assert imports.cycles() == [{"runs.plan", "runs.start"}, {"runs.plan", "runs.start"}]
+    assert imports.imports_in_functions() == {".": {"core.low", "runs.plan"}}
+    assert imports.importers("fairseq") == {"runs"}
+    assert imports.signatures_with("dict[str, Any]") == ["runs.plan:3"]
+    (root / "core/low.py").write_text("")
+    (root / "runs/plan.py").write_text("")
+    imports = PackageImports(root)
+    assert imports.forbidden_imports(allowed) == [] and imports.cycles() == [] and imports.imports_in_functions() == {}
+
+
+def test_no_file_is_longer_than_500_lines():
+    assert [name for name in IMPORTS.files if IMPORTS.lines(name) > 500] == []
+
+
+def test_parsed_arguments_stay_in_the_command_line():
+    texts = {name: path.read_text(encoding="utf-8") for name, path in IMPORTS.files.items()}
+    found = [name for name, text in texts.items() if "argparse" in text and IMPORTS.package(name) != "cli"]
+    # fairseq's own parsers get flags of ours, and its checkpoints hold parsed arguments
+    assert found == ["checkpoints.checkpoint", "checkpoints.checkpoint_file", "compat.flags", "compat.safe_loading"]
+
+
+def test_typed_records_pass_between_packages_that_run_things():
+    packages = ("runs", "evaluation", "sweeps", "reports")
+    assert [one for one in IMPORTS.signatures_with("dict[str, Any]") if one.startswith(packages)] == []
+
+
+WITHOUT = 'assert not {"matplotlib", "fairseq_rpe.modules.encoding_logger", "fairseq_rpe.analysis"} & set(sys.modules)'
+
+
+def test_models_load_no_figures():
+    run(sys.executable, "-c", f"import sys, fairseq_rpe.models\n{WITHOUT}", cwd=Path(PACKAGE).parent)
