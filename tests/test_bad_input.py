@@ -114,7 +114,7 @@ CASES = r"""
 +eval --log {zoo}/folder  -> --log folder is a folder: name a file
 +formula --csv {zoo}/folder  -> --csv folder is a folder: name a file
 +fire-fit --figure {zoo}/folder  -> --figure folder is a folder: name a file
-+fire-fit --figure {zoo}/new.gif  -> name a file that ends with .png or .pdf
++fire-fit --figure {zoo}/new.gif  -> use the ending .png or .pdf
 +sliding|erf|trf|figures|drawn|sensitivity|bench|sweep --out {zoo}/text  -> --out text: text is a file, not a folder
 +prepare|stdlib --out {zoo}/text  -> --out text: text is a file, not a folder: name another one
 +train --out {zoo}/text  -> --out text: text is a file, not a folder
@@ -159,7 +159,7 @@ bias fire:hidden_width=9  -> 'fire' has no option 'hidden_width' (did you mean '
 +eval|sliding --positions-eval wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
 +train --positions-train wrap  -> unknown position transform 'wrap'
 +eval --positions-eval interpolate:ratio=0  -> option 'ratio' of 'interpolate' must be more than 0 and at most 1, not
-+eval --positions-eval offset:offset=1e400  -> option 'offset' of 'offset' wants a whole number, not '1e400'
++eval --positions-eval offset:tokens=1e400  -> option 'tokens' of 'offset' wants a whole number, not '1e400'
 +eval --positions-eval randomized:max_position=3  -> option 'max_position' of 'randomized' is 3 but a row has 64 tokens: raise max_position to
 # the parser; numbers are in NUMBERS
 --nothing  -> the following arguments are required: COMMAND
@@ -184,7 +184,7 @@ prepare-corpus nothing  -> NAME: invalid choice: 'nothing' (choose from 'wikitex
 +eval|train|sweep --attention-backend flash  -> unknown attention backend 'flash'; known: auto, reference, sdpa, flex
 +eval --attention-prune 2  -> pruning leaves out at most EPS of each query's attention: 0 < EPS < 1
 +eval --attention-prune nan  -> pruning leaves out at most EPS of each query's attention: 0 < EPS < 1
-+eval --engine fairseq --attention-backend sdpa  -> --attention-backend goes with --engine fast
++eval --engine fairseq --attention-backend sdpa  -> --attention-backend needs --engine fast
 +eval --out {zoo}/bad_row.jsonl  -> bad_row.jsonl line 1: the result lacks checkpoint: delete that line or
 +erf --length 16 --blocks 2 --rows 17  -> --rows 17 is more than a block of 16 tokens
 +erf|verdict --epsilon 0  -> --epsilon 0 is not between 0 and 1: it is the part of the attention
@@ -231,7 +231,7 @@ prepare hub:nobody --out {here}/d  -> hub:nobody is not a data set of the hub: u
 +prepare --seed -1  -> --seed -1 is out of range
 +prepare --sample-bytes 5  -> --sample-bytes 5 is out of range: use 100000 to 10000000000
 +prepare --include '*.md'  -> texts has no text, there are no files that could be read: give another
-+prepare --valid {zoo}/texts  -> --valid is given without --test: give both, or none to divide the text
++prepare --valid {zoo}/texts  -> --valid is given without --test: give both, or none to split the text
 +prepare --gpt2 {zoo}/folder  -> --tokenizer gpt2 and --gpt2 FOLDER go together: FOLDER has vocab.json
 +prepare --vocab-from {zoo}/absent  -> --vocab-from absent is not a prepared corpus: name a folder made by
 +prepare --tokenizer gpt2 --gpt2 {zoo}/folder  -> --gpt2 folder has no vocab.json or encoder.json: put GPT-2's vocabulary

@@ -19,6 +19,7 @@ from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.analysis.backend_support import support_matrix
 from fairseq_rpe.analysis.convergence import verdict
 from fairseq_rpe.cli.main import COMMANDS, build_parser
+from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.registry import Description, Registry
 from fairseq_rpe.core.spec import Option, format_value
 from fairseq_rpe.runs.defaults import defaults_for
@@ -26,6 +27,16 @@ from fairseq_rpe.sweeps import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+FAMILIES = {
+    "bias of the distance": "adds a function of the distance to each attention score",
+    "bias of both positions": "adds a function of the positions of query and key",
+    "bias that depends on the content": "adds what queries, keys or tokens decide",
+    "rotation of queries and keys (RoPE)": "rotates pairs of elements by an angle of the position",
+    "RoPE on longer texts, without training": "remaps relative positions to those seen in training",
+    "segments": "encodes positions within and between segments of the text",
+    "vectors at the input": "adds a vector, or multiplies by a phase, before or in the layers",
+    "no positions": "causal attention without an encoding",
+}
 HEADS = 2  # heads per encoding in convergence verdicts
 
 
@@ -87,8 +98,25 @@ def encodings_table() -> str:
     )
 
 
-def encoding_names() -> str:
-    return ", ".join(code(entry.name) for entry in package_entries(encodings.base.registry)) + "\n"
+def encoding_families() -> str:
+    """Return the names of the encodings, a row per family; the family follows from what an encoding does."""
+    rows: dict[str, list[str]] = {family: [] for family in FAMILIES}
+    for entry in package_entries(encodings.base.registry):
+        encoding = encodings.build(entry.name, heads=4, width=64, length=64)
+        kinds = {
+            "RoPE on longer texts, without training": encoding.is_pure_rotation
+            and encoding.rotation_regions(Positions.arange(128)) is not None,
+            "bias that depends on the content": encoding.is_content_dependent,
+            "bias of the distance": isinstance(encoding, encodings.DistanceBias),
+            "bias of both positions": isinstance(encoding, encodings.PairwiseBias),
+            "segments": encoding.needs_token_ids and encoding.position_type == "none",
+            "rotation of queries and keys (RoPE)": encoding.rotates and not encoding.changes_values,
+            "vectors at the input": encoding.embeds or encoding.changes_values,
+        }
+        rows[next((family for family, applies in kinds.items() if applies), "no positions")].append(code(entry.name))
+    return markdown_table(
+        ("family", "encodings", "what it does"), ((f, ", ".join(rows[f]), about) for f, about in FAMILIES.items())
+    )
 
 
 def backends_table() -> str:
@@ -225,7 +253,7 @@ def recipes_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "encodings": encodings_table,
-    "encoding-names": encoding_names,
+    "encoding-families": encoding_families,
     "encoding-options": lambda: options_table(encodings.base.registry, "encoding"),
     "backends": backends_table,
     "positions": lambda: entries_table(positions.base.registry, "transform"),

@@ -60,7 +60,7 @@ def add_cloze_options(parser: argparse.ArgumentParser) -> None:
     about = "names of the text (default), or exchanged for each question with others of the training texts"
     parser.add_argument("--entity-names", choices=cloze_dataset.ENTITY_NAMES, default="own", help=about)
     about = "place of the question relative to the passage (default: last)"
-    parser.add_argument("--gap-position", choices=cloze.QUESTION_POSITIONS, default="last", help=about)
+    parser.add_argument("--question-position", choices=cloze.QUESTION_POSITIONS, default="last", help=about)
     about = "seed of the selection, and of the split of texts where the corpus has none (default: 1)"
     parser.add_argument("--seed", type=seed, default=1, metavar="N", help=about)
     parser.add_argument("--documents", type=positive_int, metavar="N", help="train only on the first N documents")

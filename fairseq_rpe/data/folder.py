@@ -28,7 +28,7 @@ _MAKERS = (MADE_BY, "fairseq-rpe prepare-stdlib")  # values of made_by in the ma
 # Options of the prepare commands whose keys in manifests are their first names.
 MANIFEST_KEYS = {
     "entity_names": "names",
-    "gap_position": "where",
+    "question_position": "where",
     "min_tokens": "shortest",
     "question_format": "form",
     "source": "sentence",

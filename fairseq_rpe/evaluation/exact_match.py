@@ -41,7 +41,7 @@ def checkpoint_algorithm(checkpoint: RpeCheckpoint) -> algorithms.Algorithm:
 def explicit_ratio(spec: str, train_length: int, length: int) -> str:
     """Return ``spec`` with an automatic interpolation ratio replaced by its value, min(1, train_length / length).
 
-    >>> interpolated("interpolate", 20, 80)
+    >>> explicit_ratio("interpolate", 20, 80)
     'interpolate:ratio=0.25'
     """
     name, options = parse(spec)

@@ -104,7 +104,7 @@ def _fast_engine(request: TextRequest, checkpoint: RpeCheckpoint) -> Engine:
             "out, or use a random transform, such as --positions-eval randomized"
         )
     if request.separate_documents:
-        model.decoder.check_separable()
+        model.decoder.check_separate_documents()
     if request.attention_prune is not None:
         model.decoder.prune_attention(request.attention_prune)
     pad, total = task.source_dictionary.pad(), corpus.count_tokens(request.data, request.split)

@@ -281,7 +281,7 @@ def reference_means(rows: Sequence[SlidingResult], subjects: Sequence[LabelledCh
     """Return ALiBi's mean perplexity without overlap, the reference line of the paper's Figure 1.
 
     Args:
-        rows: the results of :func:`compare`.
+        rows: the results of :func:`compare_windows`.
         subjects: the compared checkpoints.
 
     Returns:

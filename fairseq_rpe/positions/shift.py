@@ -36,15 +36,15 @@ class Offset(Transform):
     class Config:
         """Options of ``offset``."""
 
-        offset: int = option(0, "constant that is added to every position", minimum=0, maximum=MAX_EXACT_POSITION)
+        tokens: int = option(0, "constant that is added to every position", minimum=0, maximum=MAX_EXACT_POSITION)
 
-    formula = "p_j = j + offset"
+    formula = "p_j = j + tokens"
     length_invariant = True
     paper = "Kiyono et al. 2021 (arXiv 2109.05644), evaluation in their code"
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""
-        return TransformedPositions(index + self.config.offset, 1.0, True)
+        return TransformedPositions(index + self.config.tokens, 1.0, True)
 
 
 @register("shape")
@@ -53,7 +53,7 @@ class Shape(Transform):
 
     The paper draws from {0 … K}, K = ``max_position``; the authors' code **excludes K**, and so does this. Their code
     also limits offsets to its table of embeddings, which is not needed here, and evaluates at positions K, K+1 …:
-    ``eval_offset=K`` makes ``offset:offset=K`` the default transform of evaluation.
+    ``eval_offset=K`` makes ``offset:tokens=K`` the default transform of evaluation.
     """
 
     @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Shape(Transform):
     def setup(self) -> None:
         """Derive settings from the options."""
         if self.config.eval_offset == "K":
-            self.evaluation = f"offset:offset={self.config.max_position}"
+            self.evaluation = f"offset:tokens={self.config.max_position}"
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""

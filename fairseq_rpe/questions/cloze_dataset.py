@@ -168,7 +168,7 @@ class ClozeOptions:
         valid_questions: Number of validation questions, and of test questions.
         valid_tokens: Context in validation and test, in tokens; None is the same as in training.
         min_tokens: Shortest passage of training, in tokens; None lets every passage fill its context.
-        gap_position: Where the question is, relative to the passage; one of
+        question_position: Where the question is, relative to the passage; one of
             :data:`~fairseq_rpe.questions.cloze.QUESTION_POSITIONS`.
         source: Sentence that is asked about: ``next`` after the passage, an ``earlier`` one of the passage, or
             ``planted``, a needle inserted into the passage.
@@ -190,7 +190,7 @@ class ClozeOptions:
     valid_questions: int = 400
     valid_tokens: int | None = None
     min_tokens: int | None = None
-    gap_position: str = "last"
+    question_position: str = "last"
     source: str = "next"
     question_format: str = "gap"
     entity_names: str = "own"
@@ -216,7 +216,7 @@ class ClozeOptions:
             if number is not None and not least <= number <= most:
                 raise UserError(f"{_flag(name)} {number} is out of range: use {least} to {most}")
         choices = {
-            "gap_position": QUESTION_POSITIONS,
+            "question_position": QUESTION_POSITIONS,
             "source": SOURCES,
             "question_format": QUESTION_FORMATS,
             "entity_names": ENTITY_NAMES,
@@ -224,9 +224,9 @@ class ClozeOptions:
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise UserError(f"{_flag(name)} {getattr(self, name)} is not one of {', '.join(values)}")
-        if self.question_format == "completion" and self.gap_position != "last":
+        if self.question_format == "completion" and self.question_position != "last":
             raise UserError(
-                f"--question-format completion asks after the passage: leave out --gap-position {self.gap_position}"
+                f"--question-format completion asks after the passage: leave out --question-position {self.question_position}"
             )
         if self.source == "planted" and (self.question_format, self.entity_names) != ("completion", "own"):
             conflict = "--entity-names exchanged" if self.entity_names != "own" else "--question-format gap"
@@ -389,7 +389,7 @@ class _QuestionSampler:
                     questions = indexed.needle_questions(options.context_tokens(split))
                 else:
                     questions = indexed.questions(
-                        options.fill_tokens(split), options.gap_position, options.source, options.question_format
+                        options.fill_tokens(split), options.question_position, options.source, options.question_format
                     )
                 for question in questions:
                     heap = heaps[split, question.distance_bin]

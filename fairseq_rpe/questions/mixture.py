@@ -24,7 +24,7 @@ def mixture_weights(spec: str, rows: Mapping[str, int]) -> dict[str, float]:
     Raises:
         UserError: ``spec`` is not a mixture of these sets.
 
-    >>> shares("capped:100", {"small": 50, "large": 900})
+    >>> mixture_weights("capped:100", {"small": 50, "large": 900})
     {'small': 0.3333333333333333, 'large': 0.6666666666666666}
     """
     kind, _, number = spec.partition(":")

@@ -374,7 +374,7 @@ FROZEN = [
     "randomized:max_position=80",
     "randomized:max_position=80,per=row",
     "warp:head=0,tail=1",
-    "offset:offset=4",
+    "offset:tokens=4",
 ]
 
 
@@ -391,7 +391,7 @@ def test_decoding_with_frozen_positions_equals_the_full_forward(task, spec, move
     model.decoder.position_transforms.evaluation = freeze(build_positions(moved), 20, generator())
     with torch.no_grad():
         full, plain = model(x)[0], make_model(task, spec)(x)[0]
-    if moved != "offset:offset=4" or spec == "sinusoidal":
+    if moved != "offset:tokens=4" or spec == "sinusoidal":
         assert not torch.allclose(full, plain, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(decode(model, x, *range(9, 21)), full, rtol=1e-4, atol=1e-5)
     if (moved, spec) == ("interpolate:train=6", "rope"):  # not frozen, the ratio follows the text

@@ -243,10 +243,10 @@ def tensors(width=D, dtype=torch.float32):
         (tensors(dtype=torch.float64), {}, 0.0, "not float64, float64, float64: use 'sdpa'"),
         ((*tensors()[:2], tensors(dtype=torch.float16)[2]), {}, 0.0, "not float32, float32, float16"),
         (tensors(), {"transform_scores": lambda scores, q, pos: scores}, 0.0, "never holds: use 'sdpa'"),
-        (tensors(), {"form": PairBias(lambda i, j: i)}, 0.0, "straight pieces, which this is not: use 'sdpa'"),
+        (tensors(), {"bias": PairBias(lambda i, j: i)}, 0.0, "straight pieces, which this is not: use 'sdpa'"),
         (
             tensors(),
-            {"form": DenseBias(torch.zeros(1, H, 4, 4))},
+            {"bias": DenseBias(torch.zeros(1, H, 4, 4))},
             0.0,
             "straight pieces, which this is not: use 'sdpa'",
         ),

@@ -27,7 +27,7 @@ NEEDING = [
     "eval checkpoints/checkpoint_last.pt data --lengths 8 --out eval.jsonl",
     "sliding checkpoints/checkpoint_last.pt data",
     "longrope-search checkpoints/checkpoint_last.pt data --tokens 128",
-    "accuracy checkpoints/checkpoint_last.pt",
+    "eval-task checkpoints/checkpoint_last.pt",
     "erf checkpoints/checkpoint_last.pt data --out erf",
 ]
 DOING_WITHOUT = [

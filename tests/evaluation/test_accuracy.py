@@ -451,7 +451,7 @@ def test_another_sweep_in_the_folder_is_refused(swept, corpus, tmp_path):
     files.write_json(kind / "sweep.json", {k: v for k, v in state.items() if k != "algorithms"})
     assert "holds a sweep of another kind" in refusal("sweep", "--recipe", recipe, "--out", kind)
     moved = tmp_path / "moved.toml"
-    moved.write_text(RECIPE.replace('positions_eval = "interpolate"', 'positions_eval = "offset:offset=2"'))
+    moved.write_text(RECIPE.replace('positions_eval = "interpolate"', 'positions_eval = "offset:tokens=2"'))
     assert "holds other positions for 'squeezed'" in refusal("sweep", "--recipe", moved, "--out", out)
     assert snapshot(out) == before
 

@@ -77,7 +77,7 @@ def test_right_answers_are_counted_at_their_depth(checkpoint, monkeypatch):
     rows = rows_of("eval-task", checkpoint, "--lengths", 80, "--depths", "0,0.2,1")
     assert [row["right"] for row in rows] == [3, 3, 0] and batches == [3, 3, 3]
     # however many there may be, long prompts are answered a few together
-    monkeypatch.setattr(exact_match, "_PAIRS", 2 * 80**2)
+    monkeypatch.setattr(exact_match, "_MAX_PAIRS", 2 * 80**2)
     batches.clear()
     assert [row["right"] for row in rows_of("eval-task", checkpoint, "--lengths", 80, "--depths", 0)] == [3]
     assert batches == [2, 1]
@@ -85,7 +85,7 @@ def test_right_answers_are_counted_at_their_depth(checkpoint, monkeypatch):
 
 def test_refusals(checkpoint):
     for flags, words in {
-        "--depths 0.5,1.5": "--depths 1.5 is not between 0, the first, and 1, the last",
+        "--depths 0.5,1.5": "--depths 1.5 is not between 0 (first) and 1 (last)",
         "--depths -1": "--depths -1 is not between 0",
         "--depths 0.5 --split valid": f"--depths: the valid split of {TASK} has no depths to choose: drop it",
         "--lengths 30": f"{TASK} has test examples of 31 to 80 tokens, not 30: leave it out of --lengths",

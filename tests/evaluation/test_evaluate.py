@@ -323,7 +323,7 @@ def test_a_table_has_ratios_to_the_training_length(state, text, tmp_path, monkey
             raise UserError("no more")
         return whole(model, batches, length, *rest)
 
-    monkeypatch.setattr(perplexity, "by_position", fails)
+    monkeypatch.setattr(perplexity, "losses_by_position", fails)
     said = run_here("eval", *words, f"16,{TRAINED}", "--device", "cpu", ok=False)
     assert [line.split()[0] for line in said.stdout.splitlines()] == ["length", "16"] and "no more" in said.stderr
 
@@ -398,7 +398,7 @@ REFUSALS = [
     ("alibi", {}, "--attention-prune 1e-4 --attention-backend flex", "prunes on the backends sdpa and triton"),
     ("alibi", {}, "--attention-prune 1e-4 --engine fairseq", "--attention-prune needs --engine fast"),
     ("alibi", {}, "--attention-prune 1e-4 --rpe nope", "cannot be pruned"),
-    ("alibi", {}, "--separate-documents --blocks document", "--separate-documents is for --blocks stream"),
+    ("alibi", {}, "--separate-documents --blocks document", "--separate-documents needs --blocks stream"),
     ("alibi", {}, "--separate-documents --attention-prune 0.1", "does not go with --separate-documents"),
     ("alibi", {}, "--separate-documents --positions-eval interpolate", "--blocks document"),
     ("rope:scaling=dynamic_ntk,original_length=32", {}, "--separate-documents", "--blocks document"),
@@ -444,7 +444,7 @@ def test_losses_that_are_no_numbers_are_refused(state, text, tmp_path):
 
 def test_tokens_that_were_not_scored_are_refused(state, text, tmp_path, monkeypatch):
     whole, out = perplexity.make_batches, tmp_path / "eval.jsonl"
-    monkeypatch.setattr(perplexity, "batches", lambda *a: ((x[:, :-1], y[:, :-1]) for x, y in whole(*a)))
+    monkeypatch.setattr(perplexity, "make_batches", lambda *a: ((x[:, :-1], y[:, :-1]) for x, y in whole(*a)))
     error = refusal("eval", checkpoint_with(state, tmp_path), text, "--lengths", 37, "--out", out)
     assert "tokens were scored, so the result is not stored" in error and not out.exists()
 

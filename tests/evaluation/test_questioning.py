@@ -145,7 +145,7 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
             "transform": "identity",
             "answer_mode": "generation",
         }
-        known |= {"cut": "end", "checkpoint": files.sha256_of_files(checkpoint), "data": dataset.dataset_digest(data)}
+        known |= {"truncate": "end", "checkpoint": files.sha256_of_files(checkpoint), "data": dataset.dataset_digest(data)}
         assert known.items() <= line.items() and line["beam"] == 1 and "length_penalty" not in line
     assert 11 > cut[0][0] > cut[1][0] > 0
 
@@ -316,10 +316,10 @@ REFUSALS = [
         "--lengths 90 --answer-mode likelihood --sets mill",
         "question 'q9' of mill has no choices .*use --answer-mode generation",
     ),
-    ("--lengths 90 --answer-mode likelihood --beam 2", "--beam is of --answer-mode generation"),
+    ("--lengths 90 --answer-mode likelihood --beam 2", "--beam needs --answer-mode generation"),
     ("--lengths 90 --length-penalty 1", "--length-penalty needs a beam"),
     ("--lengths 90 --beam 2 --length-penalty 1e308", "--length-penalty 1e\\+308 is out of range: use 0 to 10"),
-    ("--lengths 40,90 --positions-eval randomized:max_position=64 --sets weather", "raise max to at least 90"),
+    ("--lengths 40,90 --positions-eval randomized:max_position=64 --sets weather", "raise max_position to at least 90"),
 ]
 
 

@@ -95,7 +95,7 @@ def test_the_cache_gives_the_same_where_it_is_allowed(task, stream, monkeypatch,
     assert cache_mismatch_reason(model, window, stride) is None
     wanted = brute_force(model, stream, window, stride)
     for segments in (1, 3):
-        monkeypatch.setattr(sliding_window_loss, "SEGMENTS", segments)
+        monkeypatch.setattr(sliding_window_loss, "MAX_SEGMENTS", segments)
         nats, _ = score_windows(model, Windows(stream, window, stride, rows=8), cached=True)
         assert nats == pytest.approx(wanted, rel=1e-5)
 
@@ -115,7 +115,7 @@ def test_the_cache_is_refused_where_it_would_be_wrong(task, stream, monkeypatch,
     with pytest.raises(UserError, match=reason):
         score_windows(model, parts, cached=True)
     if stride < window:
-        monkeypatch.setattr(sliding_window_loss, "why_not_cached", lambda *_: None)
+        monkeypatch.setattr(sliding_window_loss, "cache_mismatch_reason", lambda *_: None)
         wrong, _ = score_windows(model, parts, cached=True)
         assert wrong != pytest.approx(brute_force(model, stream, window, stride), rel=1e-5)
 
@@ -131,7 +131,7 @@ def table_of(folder) -> dict[tuple[str, int], dict[str, str]]:
 
 
 def test_command_agrees_with_eval_and_with_any_number_of_workers(checkpoint, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(sliding, "REPEATS", 1)
+    monkeypatch.setattr(sliding, "MAX_REPEATS", 1)
     command = ("sliding", checkpoint, corpus, "--windows", "8,16", "--stride", 4, "--device", "cpu")
     run_here(*map(str, command), "--first-tokens", "300", "--cached", "--out", tmp_path / "0")
     done = run_here(*map(str, command), "--first-tokens", "300", "--workers", "2", "--latex", "--out", tmp_path / "2")
@@ -206,7 +206,7 @@ REFUSALS = [
     ("16 --first-tokens 9999999", "--first-tokens 9999999"),
     ("16 --stride 17", "--stride 17 is more than window 16: tokens in between would be left out"),
     ("16 --max-tokens 8", "--max-tokens 8 is less than window 16"),
-    ("4 --stride 1 --cached", "--cached: window:window=3: cached states would have seen"),
+    ("4 --stride 1 --cached", "--cached: window:window=3: cached states would depend on tokens that left"),
     ("16 --positions-eval randomized:max_position=64", "random positions"),
     ("16 --blocks document", "no document boundaries"),
     ("16 --blocks document --cached", "--cached needs one stream"),

@@ -55,7 +55,7 @@ def test_chunks_in_bfloat16(task, spec):
     torch.testing.assert_close(fed(model, x, {}), wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))
 
 
-FIXED = ("offset:offset=3", "interpolate:ratio=1/3")
+FIXED = ("offset:tokens=3", "interpolate:ratio=1/3")
 MOVED = [(spec, "identity") for spec in TURNED + READ]
 MOVED += itertools.product(("rope", TURNED[-1], READ[3], *READ[-2:], "fire"), (*FIXED, "interpolate:train=6"))
 MOVED += itertools.product(["sinusoidal"], FIXED)  # what the input of a text that grows should be, no cache follows

@@ -246,10 +246,10 @@ def test_what_follows_the_length_is_refused(task, spec):
 def test_what_makes_no_sense(task):
     model = make_model(task, "nope")
     for prompts, most in (([], 3), ([[4], []], 3), ([[4]], 0)):
-        with pytest.raises(ValueError, match="something to read in every prompt"):
+        with pytest.raises(ValueError, match="at least one prompt, no empty prompt"):
             greedy_search(model, prompts, most)
     assert greedy_search(model, [[4]], 1) == [[]]
     with torch.no_grad():
         model.decoder.output_projection.weight[7] = torch.nan
-    with refused("are not numbers"):
+    with refused("predictions are NaN"):
         greedy_search(model, [[4]], 3)

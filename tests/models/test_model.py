@@ -124,7 +124,7 @@ def test_words_before_are_seen_and_a_state_goes_into_a_model_of_the_same_diction
 
 
 def test_moved_positions_keep_their_tokens(task):
-    model, x = make_model(task, "complex", positions_eval="offset:offset=3"), tokens(2, 9)
+    model, x = make_model(task, "complex", positions_eval="offset:tokens=3"), tokens(2, 9)
     with torch.no_grad():
         assert not torch.allclose(logits(model, x), logits(make_model(task, "complex"), x))
 
@@ -164,7 +164,7 @@ def test_adaptive_input_and_softmax(task):
         ({"rpe_module": "/nowhere/x.py"}, "no such file"),
         ({"tie_adaptive_weights": True}, "needs --adaptive-input"),
         ({"compute_dtype": "bfloat"}, "one of fp32, bf16, not 'bfloat'"),
-        ({"rpe": READERS[0], "positions_eval": "offset:offset=3"}, "reads no positions, so a transform has no effect"),
+        ({"rpe": READERS[0], "positions_eval": "offset:tokens=3"}, "reads no positions, so a transform has no effect"),
         ({"rpe": "bipe"}, r"'bipe:segment_delimiters=</s>\+.': no symbol of the dictionary is or ends in '.'"),
     ],
 )

@@ -17,7 +17,7 @@ from fairseq_rpe.positions.position_transforms import PositionTransforms
 
 TRANSFORMS = {
     "identity": "identity",
-    "offset": "offset:offset=3",
+    "offset": "offset:tokens=3",
     "interpolate": "interpolate:ratio=1/3",
     "warp": "warp:head=0.4,tail=0.4,alpha=1/6",
     "randomized": "randomized:max_position=200",
@@ -129,7 +129,7 @@ def test_global_random_numbers_are_left_alone(task):
 
 def test_shape_names_its_own_evaluation(task):
     model = make_model(task, "sinusoidal", positions_train="shape:max_position=9,eval_offset=K")
-    offset = make_model(task, "sinusoidal", positions_eval="offset:offset=9")
+    offset = make_model(task, "sinusoidal", positions_eval="offset:tokens=9")
     x = tokens(1, 12)
     assert torch.equal(logits(model, x), logits(offset, x))
 

@@ -19,7 +19,7 @@ from fairseq_rpe.positions.contract import check
 
 SPECS = {
     "identity": ["identity"],
-    "offset": ["offset:offset=7"],
+    "offset": ["offset:tokens=7"],
     "interpolate": ["interpolate:train=8", "interpolate:ratio=1/4"],
     "warp": ["warp", "warp:head=0,tail=1", "warp:head=1,tail=0"],
     "randomized": [
@@ -72,7 +72,7 @@ def test_every_name_has_specs_here_and_a_description():
         ("warp:head=1,tail=0", 512, {0: 0, 1: 1 / 6, 511: 85.166667}),
         ("interpolate:ratio=1/4", 2048, {0: 0, 2047: 511.75}),
         ("interpolate:train=512", 2048, {0: 0, 2047: 511.75}),
-        ("offset:offset=500", 8, {0: 500, 7: 507}),
+        ("offset:tokens=500", 8, {0: 500, 7: 507}),
     ],
 )
 def test_golden_values(spec, length, values):
@@ -224,7 +224,7 @@ def test_shape_excludes_k():
     assert frequencies(moved.k[:, 0], 2000) == pytest.approx([0.2] * 5, abs=0.03)
     assert torch.equal(moved.k, moved.k[:, :1] + plain(3))
     evaluation = build("shape:max_position=40,eval_offset=K").evaluation
-    assert evaluation == "offset:offset=40" and move(evaluation, 2).k.tolist() == [[40, 41]]
+    assert evaluation == "offset:tokens=40" and move(evaluation, 2).k.tolist() == [[40, 41]]
     assert build("shape:max_position=500").evaluation == build("warp").evaluation == "identity"
 
 
@@ -269,7 +269,7 @@ BAD = {
     "'alpha' of 'warp' must lie between 0 and 1": "warp:alpha=0 warp:alpha=1 warp:alpha=choice(0.5;1.5)",
     "wants a number.*or choice.*not": "warp:alpha=choice() warp:alpha=choice(0.5 warp:alpha=nan",
     "head=0.7 and tail=0.4 of 'warp' add up to more than 1": "warp:head=0.7,tail=0.4",
-    "must be at least 0, not -": "warp:head=-0.1 cape:shift=-1 cape:local=-1 offset:offset=-1",
+    "must be at least 0, not -": "warp:head=-0.1 cape:shift=-1 cape:local=-1 offset:tokens=-1",
     "must be at least 1, not 0": "interpolate:train=0 randomized:max_position=0 shape:max_position=0 stretch:times=0 "
     "cape:scale=0.9",
     "'chunks' of 'pose' must be at least 2": "pose:chunks=1",

@@ -388,14 +388,14 @@ def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):
 
 
 def test_positions_are_the_checkpoints_unless_said(made, tmp_path):
-    moved = train(made, tmp_path / "moved", 1, positions_train="shape:max_position=9", positions_eval="offset:offset=3")
+    moved = train(made, tmp_path / "moved", 1, positions_train="shape:max_position=9", positions_eval="offset:tokens=3")
     common = [made, "--out", tmp_path / "run", "--tokens", "128", "--init-from", moved, "--rpe", "alibi"]
     both = "--positions-train", "--positions-eval"
-    assert [flag(words_of(*common), name) for name in both] == ["shape:max_position=9", "offset:offset=3"]
+    assert [flag(words_of(*common), name) for name in both] == ["shape:max_position=9", "offset:tokens=3"]
     words = words_of(*common, "--positions-train", "identity")
     assert flag(words, "--positions-train") == "identity" and "--positions-eval" not in words
-    words = words_of(*common, "--positions-eval", "offset:offset=5")
-    assert [flag(words, name) for name in both] == ["shape:max_position=9", "offset:offset=5"]
+    words = words_of(*common, "--positions-eval", "offset:tokens=5")
+    assert [flag(words, name) for name in both] == ["shape:max_position=9", "offset:tokens=5"]
 
 
 def test_answers_choose_the_best_checkpoint(several, tmp_path):

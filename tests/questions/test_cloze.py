@@ -299,7 +299,7 @@ def test_documents_of_one_source_are_divided(vocab, tmp_path):
         ({"valid_tokens": 20000}, "the valid split has no passage of 20000 tokens, .*: use fewer --valid-tokens"),
         ({"tokens": 100}, "--tokens 100 is out of range: use 128 to"),
         ({"questions": 7}, "--questions 7 is out of range"),
-        ({"gap_position": "middle"}, "--gap-position middle is not one of last, first, both"),
+        ({"question_position": "middle"}, "--question-position middle is not one of last, first, both"),
         ({"entity_names": "mine"}, "--entity-names mine is not one of own, exchanged"),
         ({"source": "planted"}, "--source planted needs a completion .* so --question-format gap does not go"),
         (
@@ -308,7 +308,7 @@ def test_documents_of_one_source_are_divided(vocab, tmp_path):
         ),
         ({"min_tokens": 300}, "--min-tokens 300 is out of range: use 16 to 128"),
         ({"question_format": "riddle"}, "--question-format riddle is not one of gap, completion"),
-        ({"question_format": "completion", "gap_position": "both"}, "leave out --gap-position both"),
+        ({"question_format": "completion", "question_position": "both"}, "leave out --question-position both"),
         ({"valid": ()}, "--test is given without --valid"),
         ({"text_field": "texts"}, "line 1 has no field 'texts' but text"),
         ({"train": "plain"}, "the train split has no names, of words that are capitalised within"),

@@ -72,10 +72,10 @@ def test_everything_that_is_not_said_is_the_checkpoints(state, corpus, tmp_path)
 
 
 def test_positions_are_the_checkpoints_unless_one_of_them_is_said(state, corpus, tmp_path):
-    path = checkpoint_with(state, tmp_path, "rope", positions_train="offset:offset=2", positions_eval="interpolate")
+    path = checkpoint_with(state, tmp_path, "rope", positions_train="offset:tokens=2", positions_eval="interpolate")
     given = [path, corpus, "--out", tmp_path / "x", "--tokens"]
     plain, said = resolved(*given, 64).request, resolved(*given, 64, "--positions-train", "identity").request
-    assert (plain.positions_train, plain.positions_eval) == ("offset:offset=2", "interpolate")
+    assert (plain.positions_train, plain.positions_eval) == ("offset:tokens=2", "interpolate")
     assert (said.positions_train, said.positions_eval) == ("identity", None)
     # texts as long as before are enough where positions skip beyond them
     pose = resolved(*given, 32, "--positions-train", "pose:target=128").request
@@ -168,7 +168,7 @@ def test_places_that_do_not_fit_the_checkpoint(short, state, corpus, tmp_path, t
 
 def test_an_architecture_that_no_flag_says(state, tmp_path):
     for change, words in (
-        ({"decoder_normalize_before": False}, "decoder_normalize_before=False, which no flag says"),
+        ({"decoder_normalize_before": False}, "decoder_normalize_before=False, which no flag can set"),
         ({"_name": "transformer_rpe_lm_mine"}, "'transformer_rpe_lm_mine', unknown here: give --rpe-module"),
     ):
         with pytest.raises(UserError, match=words):

@@ -256,7 +256,7 @@ def test_places_share_cores_and_gpus(monkeypatch):
     def seen(*of: object) -> list[str]:
         return [place["CUDA_VISIBLE_DEVICES"] for place in job_environments(*of)]
 
-    monkeypatch.setattr("fairseq_rpe.runs.processes.cores", lambda: 8)
+    monkeypatch.setattr("fairseq_rpe.runs.processes.available_cores", lambda: 8)
     with_gpus(monkeypatch, 0)
     for of, threads in ((("cpu", 1, 3), "222"), (("cpu", 1, None), "11111111"), (("cpu", 16, None), "1")):
         assert job_environments(*of) == [{"OMP_NUM_THREADS": number} for number in threads]
@@ -301,7 +301,7 @@ def test_threads_of_every_command_wait_briefly(given, expected):
     code = """
 import os, sys
 from fairseq_rpe.runs import processes
-processes.wait_briefly = lambda real=processes.wait_briefly: print("torch" in sys.modules, real())
+processes.shorten_thread_spinning = lambda real=processes.shorten_thread_spinning: print("torch" in sys.modules, real())
 from fairseq_rpe.cli.main import main
 main(["user-dir"])
 print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))

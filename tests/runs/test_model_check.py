@@ -110,7 +110,7 @@ def test_encodings_that_cannot_take_the_place_of_the_trained_one(trained, rpe, w
 
 def test_a_training_that_would_fail_is_refused_by_the_command_itself(state, corpus, tmp_path, monkeypatch):
     """Other parameters than the checkpoint's, a misspelt encoding, or a backend without a backward pass here."""
-    monkeypatch.setattr("fairseq_rpe.runs.launch.launch", lambda *_: pytest.fail("the training was started"))
+    monkeypatch.setattr("fairseq_rpe.runs.launch.launch_training", lambda *_: pytest.fail("the training was started"))
     given = ["train", corpus, "--out", tmp_path / "run", "--tokens", "32", "--device", "cpu", "--rpe"]
     init = ["--init-from", checkpoint_with(state, tmp_path, "kerple_log")]
     for rpe, more, words in (

@@ -73,7 +73,7 @@ def test_the_report_by_set_has_the_published_mean_beside(tmp_path):
     said = words_of(section.text)
     assert f"| method | {' | '.join(SCROLLS)} | mean | published mean |" in said
     assert "| fire | 39.00 | 44.00 | 49.00 | 54.00 | 59.00 | 64.00 | 69.00 | 54.00 | 25.64 |" in said
-    assert "Published: Table 1" in said and "16.24" in said and "Documents shortened for 25.0% of all answers" in said
+    assert "Published: Table 1" in said and "16.24" in said and "Documents truncated for 25.0% of all answers" in said
     for name in ("scores.csv", "scores.md", "scores.png", "scores.pdf", "report.html"):
         assert (tmp_path / name).stat().st_size > 0
     assert not (tmp_path / "extrapolation.csv").exists()
@@ -98,7 +98,7 @@ def test_the_report_by_length_has_a_column_for_each(tmp_path, undrawn):
     assert all(cells in said for cells in shown) and (tmp_path / "scores.png").exists()
     rows = table(tmp_path / "scores.csv")
     assert len(rows) == 8 * 7 * 2 * 2 and {row["counts"] for row in rows if row["metric"] == "f1"} == {"yes"}
-    assert "document's end" not in said
+    assert "by words between the answer" not in said
     # a result more, and the report is another
     run = folder.run_folder(folder.read_record().method("fire"), 1, "narrative_qa")
     row = files.read_json_lines(run.results)[-1]
@@ -124,7 +124,7 @@ def test_the_report_by_distance_is_of_the_longest_context(tmp_path, undrawn):
                 ]
                 files.append_json_line(run.results, {**row, "distances": found})
     said = words_of(write_report(folder).text)
-    assert "gaps: em in % on 512 tokens, by words between the answer and the document's end, about an eighth of" in said
+    assert "gaps: em in % on 512 tokens, by words between the answer and the end of the document" in said
     assert "| method | 0–40 | 41–97 |" in said and "0–30" not in said
     assert "| nope | 41.50 | 98.50 |" in said and "| rope | 51.50 | 108.50 |" in said
     assert said.count("in % by context length") == 1  # of exact match alone, which is all that there is

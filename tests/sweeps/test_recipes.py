@@ -21,7 +21,7 @@ GOOD: dict[str, Any] = {
     "title": "A title",
     "paper": "A paper",
     "kind": "algorithms",
-    "methods": {"first": {"rpe": "rope"}, "second": {"rpe": "alibi", "positions_eval": "offset:offset=2"}},
+    "methods": {"first": {"rpe": "rope"}, "second": {"rpe": "alibi", "positions_eval": "offset:tokens=2"}},
     "presets": {"laptop": {"algorithms": ["copy:test=50"], "updates": 9, "lr": 0.01, "methods": ["first"]}},
     "published": {"source": "Table 9", "first": {"copy": 12.5}},
 }
@@ -91,7 +91,7 @@ def test_the_command_line_wins_over_the_recipe(tmp_path):
         assert flag(line, "--algorithm") == "reverse:test=400"
     assert [flag(line, "--rpe") for line in lines[::2]] == ["rope", "alibi"]
     assert all(flag(line, "--lengths") == "2,3" for line in lines[1::2])
-    assert "--positions-eval" not in measure and flag(lines[3], "--positions-eval") == "offset:offset=2"
+    assert "--positions-eval" not in measure and flag(lines[3], "--positions-eval") == "offset:tokens=2"
 
 
 def test_an_encoding_for_evaluation_alone_shares_the_training(corpus, tmp_path):
@@ -184,7 +184,7 @@ def test_a_good_recipe_is_read(tmp_path):
     assert (recipe.name, recipe.kind) == ("mine", "algorithms")
     assert [m.name for m in recipe.select_methods(("all",))] == ["first", "second"]
     assert [m.name for m in recipe.select_methods(("second", "first"))] == ["second", "first"]
-    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:offset=2")
+    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:tokens=2")
     assert recipe.published.values["first"] == {"copy": 12.5}
     assert recipes.load(str(written(tmp_path, changed("published")))).published is None
 
@@ -192,14 +192,14 @@ def test_a_good_recipe_is_read(tmp_path):
 def test_a_recipe_takes_over_what_it_does_not_say(tmp_path):
     written(tmp_path, GOOD).rename(tmp_path / "base.toml")
     presets = {"laptop": {"updates": 7}, "large": {"updates": 8, "algorithms": ["sort"]}}
-    methods = {"second": {"positions_eval": "offset:offset=3"}, "third": {"rpe": "nope"}}
+    methods = {"second": {"positions_eval": "offset:tokens=3"}, "third": {"rpe": "nope"}}
     path = written(tmp_path, {"base": "base.toml", "title": "Mine", "presets": presets, "methods": methods})
     recipe = recipes.load(str(path))
     assert (recipe.name, recipe.title, recipe.paper, recipe.kind) == ("mine", "Mine", "A paper", "algorithms")
     assert recipe.preset("laptop") == Preset(algorithms=("copy:test=50",), updates=7, lr=0.01, methods=("first",))
     assert recipe.preset("large") == Preset(algorithms=("sort",), updates=8)
     assert [m.name for m in recipe.methods] == ["first", "second", "third"]
-    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:offset=3")
+    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:tokens=3")
     assert recipe.published.to_dict() == GOOD["published"]
     own = {"base": "base.toml", "published": {"source": "Table 1", "second": {"copy": 1.0}}}
     assert recipes.load(str(written(tmp_path, own))).published.to_dict() == own["published"]

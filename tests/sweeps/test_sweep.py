@@ -18,7 +18,7 @@ from sweep_commands import BROKEN, DRY, SMALL, add_results, dry_run_lines, finis
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.reports import report_files
-from fairseq_rpe.reports.extrapolation_definition import _predicted
+from fairseq_rpe.reports.extrapolation_definition import _predict_method
 from fairseq_rpe.reports.question_scores import load_results
 from fairseq_rpe.reports.write import write_report
 from fairseq_rpe.runs.child_output import last_error
@@ -170,9 +170,9 @@ def test_report_table(tmp_path, undrawn):
     add_results(tmp_path / "runs/alibi-seed1", *({"length": 64, "ppl": 1.0, **other} for other in others))
     assert "128 / 64" in run_here("report", tmp_path).stdout
     assert (tmp_path / "results.md").read_text() == (
-        "| encoding         |    64 |   128 |   128 / 64 |\n"
-        "|:-----------------|------:|------:|-----------:|\n"
-        "| alibi            | 50.00 | 49.00 |      0.980 |\n"
+        "| encoding            |    64 |   128 |   128 / 64 |\n"
+        "|:--------------------|------:|------:|-----------:|\n"
+        "| alibi               | 50.00 | 49.00 |      0.980 |\n"
         "| type1:variant=paper | 40.00 |       |            |\n"
     )
     made = ["extrapolation.csv", "ppl.pdf", "ppl.png", "report.html", "results.csv", "results.md", "tensorboard"]
@@ -249,7 +249,7 @@ def test_the_report_says_where_positions_end(tmp_path, undrawn):
     assert "| alibi      | 41.00 | 41.00 | ends at 128 |" in (tmp_path / "results.md").read_text()
     state = folder.read_record()
     for length, why in ((256, "positions are transformed, and end at 128"), (128, "positions are transformed")):
-        assert str(_predicted(replace(state, lengths=(64, length)), state.method("alibi"), [])) == why
+        assert str(_predict_method(replace(state, lengths=(64, length)), state.method("alibi"), [])) == why
     assert "Ends at N: the method has positions for rows of up to N tokens" in (tmp_path / "report.html").read_text()
 
 

@@ -289,8 +289,8 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
         assert found == [(method, length) for method in ("rope", "yarn") for length in ("32", "64")]
         assert (out / f"ppl{name}.png").exists() and (out / f"ppl{name}.pdf").exists()
     page, folder = (out / "report.html").read_text(), SweepFolder(out)
-    continued = "yarn continues the training of rope for 3 updates at 64 tokens. So more"
-    assert "The same on more" in page and continued in page
+    continued = "yarn continues the training of rope for 3 updates at 64 tokens. Continued methods have had more"
+    assert "Perplexity on more" in page and continued in page
     # nothing is left to do, and what is on record says so
     sweep, made = resolve_sweep(*command[1:-2], *QUIET)
     assert folder.read_record().methods["yarn"].further == OptimizationSettings(

@@ -50,7 +50,17 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/stdin", "/proc/self/mem"
 WORDS = ("", " ", "x" * 300, "a\nb", "ä 🙂", "-", "--", "../..", "~", "%s", "{0}", "a:b", "a=b", ",", "\udcff", "$HOME")
 # Options that decide how long a command works: a large value is obeyed, and takes that long.
 LONG = {
-    *("updates", "repeats", "iterations", "samples", "population", "blocks", "first_tokens", "position_samples", "quantised"),
+    *(
+        "updates",
+        "repeats",
+        "iterations",
+        "samples",
+        "population",
+        "blocks",
+        "first_tokens",
+        "position_samples",
+        "quantised",
+    ),
     *("length", "lengths", "tokens", "batch", "batch_sentences", "update_freq", "width", "heads", "vocabulary", "beam"),
     *("train_length", "windows", "target", "head_width", "max_tokens", "rows", "questions", "nproc", "nodes", "jobs"),
     *("encodings", "specs", "backends", "items", "model", "arch", "workers", "stride", "shared", "answer_tokens"),

@@ -174,7 +174,7 @@ def _worst_depth_table(accuracies: Accuracies, task: str) -> Table:
         f"{task}: exact match in % at the worst depth, by length in tokens; last, the length up to which it is "
         f"at least {SOLVED_PERCENT:g} % at every depth."
     )
-    return Table(caption, ["method", *map(str, lengths), "found"], rows)
+    return Table(caption, ["method", *map(str, lengths), "solved up to"], rows)
 
 
 def _depth_table(accuracies: Accuracies, task: str) -> Table:
