@@ -376,10 +376,11 @@ class RelativeValues:
         return self.vectors.shape[1]
 
 
-# ordered from the most structured to the least
 Bias = ToeplitzBias | PairBias | TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias | DenseBias
-# types that may depend on the contents of the tokens
+"""Any type of bias, ordered from the most structured type to the least."""
+
 ContentBias = TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias
+"""Types of bias that may depend on the contents of the tokens."""
 
 
 def add_biases(first: Bias | None, second: Bias | None) -> Bias | None:

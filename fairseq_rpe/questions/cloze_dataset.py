@@ -226,7 +226,8 @@ class ClozeOptions:
                 raise UserError(f"{_flag(name)} {getattr(self, name)} is not one of {', '.join(values)}")
         if self.question_format == "completion" and self.question_position != "last":
             raise UserError(
-                f"--question-format completion asks after the passage: leave out --question-position {self.question_position}"
+                "--question-format completion asks after the passage: "
+                f"leave out --question-position {self.question_position}"
             )
         if self.source == "planted" and (self.question_format, self.entity_names) != ("completion", "own"):
             conflict = "--entity-names exchanged" if self.entity_names != "own" else "--question-format gap"

@@ -131,7 +131,9 @@ def test_models_are_the_real_ones_with_one_set_of_weights(monkeypatch):
     """Each way reads with its own encoding, shared or one a layer, and the rest of the weights is in memory once."""
     seen, made = [], []
     build = model_benchmark._build_model
-    monkeypatch.setattr(model_benchmark, "_forward", lambda model, tokens: seen.append((id(model), tuple(tokens.shape))))
+    monkeypatch.setattr(
+        model_benchmark, "_forward", lambda model, tokens: seen.append((id(model), tuple(tokens.shape)))
+    )
     monkeypatch.setattr(model_benchmark, "_build_model", lambda *args: made.append(build(*args)) or made[-1])
     setting = model_benchmark.ModelBenchmark(
         "cpu", "tiny", ["rope", "fire"], backends=["auto", "sdpa"], batch=3, vocabulary=20

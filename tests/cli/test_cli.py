@@ -254,7 +254,11 @@ def test_training_on_documents_goes_on_bit_equal_and_is_on_record(corpus, tmp_pa
 @pytest.mark.parametrize(
     ("blank_lines", "flags", "words"),
     [
-        (True, "--rpe rope:scaling=dynamic_ntk,original_length=32 --separate-documents", "depends on more than positions"),
+        (
+            True,
+            "--rpe rope:scaling=dynamic_ntk,original_length=32 --separate-documents",
+            "depends on more than positions",
+        ),
         (
             True,
             "--rpe alibi --positions-train randomized:max_position=64 --separate-documents",

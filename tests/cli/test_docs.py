@@ -55,6 +55,13 @@ def test_the_readme_is_short():
     assert [line for line in lines if len(line) > MAX_WIDTH and not line.startswith("|")] == []
 
 
+def test_files_of_the_architecture_are_there():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"`([a-z_]+/[a-z_0-9/]+\.py)`", text))
+    assert len(files) > 30
+    assert [name for name in files if not (ROOT / "fairseq_rpe" / name).exists() and not (ROOT / name).exists()] == []
+
+
 def test_the_picture_of_the_packages_follows_from_the_imports():
     architecture = tool("architecture")
     picture = architecture.svg(architecture.package_imports())

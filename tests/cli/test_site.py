@@ -17,7 +17,7 @@ pytest.importorskip("mkdocstrings_handlers.python", reason="needs the extra chec
 
 pytestmark = pytest.mark.release
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("core", "encodings", "positions", "attention")
+PACKAGES = ("core", "encodings", "positions", "attention")
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,10 @@ def test_markdown_that_github_reads_is_read_here_too(site):
             assert not left, f"{path.name}: {text[left.start() : left.start() + 80]}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_public_names_have_their_docstrings(room, site):
-    page = (site / "api" / f"{room}.html").read_text(encoding="utf-8")
-    module = importlib.import_module(f"fairseq_rpe.{room}")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_have_their_docstrings(package, site):
+    page = (site / "api" / f"{package}.html").read_text(encoding="utf-8")
+    module = importlib.import_module(f"fairseq_rpe.{package}")
     for name in module.__all__:
         assert re.search(rf'id="fairseq_rpe\.[\w.]*\.{name}"|<code>{name}</code>', page), name
     registry = getattr(getattr(module, "base", None), "registry", None)

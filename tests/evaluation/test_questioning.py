@@ -145,7 +145,11 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
             "transform": "identity",
             "answer_mode": "generation",
         }
-        known |= {"truncate": "end", "checkpoint": files.sha256_of_files(checkpoint), "data": dataset.dataset_digest(data)}
+        known |= {
+            "truncate": "end",
+            "checkpoint": files.sha256_of_files(checkpoint),
+            "data": dataset.dataset_digest(data),
+        }
         assert known.items() <= line.items() and line["beam"] == 1 and "length_penalty" not in line
     assert 11 > cut[0][0] > cut[1][0] > 0
 
@@ -157,7 +161,7 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
     (start,) = rows_of("eval-questions", checkpoint, data, *flags[2:6], "--lengths", 80, "--truncate", "start")
     (wide,) = rows_of("eval-questions", checkpoint, data, *flags[2:6], "--lengths", 80, "--beam", 2)
     assert start["lost_tokens"] == wide["lost_tokens"] == lines[0]["lost_tokens"]
-    assert (start["cut"], wide["beam"], wide["length_penalty"]) == ("start", 2, 1.0)
+    assert (start["truncate"], wide["beam"], wide["length_penalty"]) == ("start", 2, 1.0)
     assert files.read_json_lines(out) == [*lines, start, wide]
 
 

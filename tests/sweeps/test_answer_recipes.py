@@ -418,7 +418,12 @@ def long_ones(start: int, number: int) -> list[Question]:
             "question 'q6' of b has no choices",
         ),
         ({}, "warmup = 1 }", 'warmup = 1, mixture = "capped:none" }', "--mixture capped:none is not one of"),
-        ({}, "warmup = 1 }", 'warmup = 1, mixture = "a=1,c=1" }', "--mixture names 'c', which is not a set of this folder"),
+        (
+            {},
+            "warmup = 1 }",
+            'warmup = 1, mixture = "a=1,c=1" }',
+            "--mixture names 'c', which is not a set of this folder",
+        ),
     ],
 )
 def test_questions_that_do_not_fit_are_found_before_anything_is_trained(place, corpus, splits, old, new, words):

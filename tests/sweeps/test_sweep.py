@@ -250,7 +250,7 @@ def test_the_report_says_where_positions_end(tmp_path, undrawn):
     state = folder.read_record()
     for length, why in ((256, "positions are transformed, and end at 128"), (128, "positions are transformed")):
         assert str(_predict_method(replace(state, lengths=(64, length)), state.method("alibi"), [])) == why
-    assert "Ends at N: the method has positions for rows of up to N tokens" in (tmp_path / "report.html").read_text()
+    assert "Ends at N: the method has positions for at most N tokens" in (tmp_path / "report.html").read_text()
 
 
 def test_a_mean_over_fewer_items_is_not_compared(tmp_path, undrawn):
