@@ -37,8 +37,9 @@ def public_names(package: str) -> tuple[dict[str, str], list[str]]:
     """Return ``__all__`` of a package as name -> dotted path, and the names that are methods of its registry."""
     path = ROOT / "fairseq_rpe" / package / "__init__.py"
     if package == "core":  # imports its names on first use
-        modules = runpy.run_path(str(path))["_MODULE_OF_NAME"]
-        return {name: f"core.{modules[name]}.{name}" for name in sorted(modules)}, []
+        names = runpy.run_path(str(path))
+        modules = names["_MODULE_OF_NAME"]
+        return {name: f"core.{modules.get(name, 'bias')}.{name}" for name in sorted(names["__all__"])}, []
     listed: list[str] = []
     home: dict[str, str] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
