@@ -7,7 +7,7 @@ from fairseq_rpe.data.folder import MADE_BY, MANIFEST, write_dictionary
 from fairseq_rpe.data.tokenization import Tokenizer, train_tokenizer
 from fairseq_rpe.questions.build_dataset import PendingQuestion, PendingSet, write_dataset
 from fairseq_rpe.questions.dataset import Question, QuestionDataset
-from fairseq_rpe.utils.files import write_json
+from fairseq_rpe.utils.json_files import write_json
 
 LINES = ("The river rose in March. Old Tamsin mended the wheel.", "Who mended the wheel? Tamsin, said Bren.") * 4
 

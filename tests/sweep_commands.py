@@ -19,7 +19,7 @@ from fairseq_rpe.sweeps import fine_tuning_grid, grid, recipes, run_sweep
 from fairseq_rpe.sweeps.grid import SweepRun
 from fairseq_rpe.sweeps.resolve import Sweep
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, slug
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 QUIET = [*SMALL, "--disable-validation"]
@@ -98,11 +98,11 @@ def finished_sweep(
     lengths = sorted({length for values in ppl.values() for length in values})
     settings = {"tokens": 64, "split": "test"}
     own = {"layout": 2, "settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths}
-    files.write_json(folder / "sweep.json", {**own, **record})
+    json_files.write_json(folder / "sweep.json", {**own, **record})
     for spec, values in ppl.items():
         for number, seed in enumerate(seeds):
             run = folder / "runs" / slug(spec, seed)
-            files.write_json(run / "checkpoints/run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
+            json_files.write_json(run / "checkpoints/run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
             add_results(run, *({"length": n, "ppl": value + 2 * number} for n, value in values.items()))
     return SweepFolder(folder)
 
@@ -110,4 +110,4 @@ def finished_sweep(
 def add_results(run: Path, *rows: Mapping[str, object]) -> None:
     common = {"checkpoint": "c", "split": "test", "loss_base2": 1.0, "tokens": 99}
     for row in rows:
-        files.append_json_line(run / "eval.jsonl", {**common, **row})
+        json_files.append_json_line(run / "eval.jsonl", {**common, **row})

@@ -33,7 +33,7 @@ from fairseq_rpe.data.folder import corpus_digest
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.runs.settings import TrainingRequest, make_plan
-from fairseq_rpe.utils.files import append_json_line, write_json
+from fairseq_rpe.utils.json_files import append_json_line, write_json
 from fairseq_rpe.utils.records import from_attributes
 
 CANARY = "canary-5e1f"

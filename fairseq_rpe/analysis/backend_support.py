@@ -26,7 +26,7 @@ def refusal_reasons(spec: str) -> dict[str, str]:
     Limits that depend on tensors (head width, dtype, attention dropout) are not covered: see docs/attention.md.
 
     Args:
-        spec: spec of the encoding.
+        spec: spec of a registered encoding.
 
     Returns:
         backend -> reason, "" if the backend supports the encoding.

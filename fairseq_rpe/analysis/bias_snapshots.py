@@ -16,7 +16,8 @@ from torch import Tensor
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import atomic_write, read_json_lines
+from fairseq_rpe.utils.files import atomic_write
+from fairseq_rpe.utils.json_files import read_json_lines
 from fairseq_rpe.utils.records import Natural, Rule
 
 FILE = "profiles.jsonl"
@@ -51,7 +52,7 @@ class BiasHistory:
     """Appends bias snapshots of a training to a file.
 
     Args:
-        folder: folder of the file.
+        folder: folder of the training, in which the file is.
         start: updates done before the first new snapshot; later ones in the file are dropped.
         length: training length in tokens.
     """
@@ -76,14 +77,14 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Read the snapshots of a training.
 
     Args:
-        folder: folder of the file.
+        folder: folder of the training, in which the file is.
 
     Returns:
         The snapshots, the earliest first, each with ``step`` (updates), ``distances`` (tokens) and ``bias`` (layer name
         -> head -> log-bias at each distance); an empty list if there is no file.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: a line of the file is damaged.
     """
     path = Path(folder) / FILE
     records.read_records(_Snapshot, path, "the snapshot")
@@ -103,7 +104,7 @@ def bias_map(encoding: Encoding, length: int, heads: Sequence[int]) -> tuple[Ten
 
     Args:
         encoding: an encoding with a bias.
-        length: number of tokens.
+        length: number of tokens of the text.
         heads: indices of the H' heads.
 
     Returns:

@@ -59,6 +59,7 @@ _INTEGRAL_TOLERANCE = (
 )  # relative to a block's: integrals cost little more, and receptive fields need the digits
 _MAX_BLOCKS, _EXACT_TERMS = 260, (64, 256, 1024, 4096)
 _MAX_DOUBLINGS = 2200  # of the end X of the blocks
+_FIRST_DOUBLINGS, _MANY_DOUBLINGS = 12, 96  # each with a tail bound; after which a bound above 0 is good enough
 _NEWTON_STEPS = 40
 DIRECT_TERMS = 1 << 20
 
@@ -67,8 +68,23 @@ class TooManyBlocks(ArithmeticError):
     """Euler-Maclaurin needs more than 260 blocks, or there is no tail bound at their end."""
 
 
+class _FarTail(NamedTuple):
+    """The tail beyond all blocks: its first n, a function of ln n that encloses tails from there on, and its sum."""
+
+    end: int
+    bound: Any
+    sum: Any
+
+
 class Block(NamedTuple):
-    """One block of Euler-Maclaurin: n from ``low`` to ``high``, its integral ``area`` and a bound on its |R|."""
+    """One block of the Euler-Maclaurin sum.
+
+    Attributes:
+        low: first n of the block.
+        high: last n of the block, which is the first of the next one.
+        area: enclosure of the integral from ``low`` to ``high``.
+        remainder: bound on the absolute value of the remainder R.
+    """
 
     low: int
     high: int
@@ -230,7 +246,7 @@ class EulerMaclaurinSum(_Tails):
         first: number of terms that are added up one by one; f has to be analytic from there on.
 
     Attributes:
-        total: interval of B.
+        total: interval that contains B.
         end: end X of the blocks; later tails come from :func:`tail_bound`.
 
     Raises:
@@ -291,7 +307,8 @@ class EulerMaclaurinSum(_Tails):
 
     def _extend(self, f: sympy.Expr, level: int) -> None:
         """Append blocks from ``first`` on, until the tail bound is accurate enough; set end, far, far_sum and edge."""
-        x, partial_sum, best = self.first, self.partial[-1], None
+        x, partial_sum = self.first, self.partial[-1]
+        best: _FarTail | None = None
         for doubling in range(_MAX_DOUBLINGS):
             try:
                 self.blocks += (blocks := self._blocks(x, 2 * x, partial_sum))
@@ -299,14 +316,16 @@ class EulerMaclaurinSum(_Tails):
                 break
             partial_sum = sum((block.area for block in blocks), partial_sum)
             x *= 2
-            if doubling < 12 or doubling % 4 == 0:
+            # a tail bound takes long, so far out only every fourth doubling has one
+            if doubling < _FIRST_DOUBLINGS or doubling % 4 == 0:
                 far = tail_bound(f, iv.log(iv.mpf(x)).a, level)
                 tail = far(iv.log(iv.mpf(x))) if far else None
-                if tail is not None and tail.b < iv.inf and (best is None or tail.delta < best[2].delta):
-                    best = x, far, tail
+                if tail is not None and tail.b < iv.inf and (best is None or tail.delta < best.sum.delta):
+                    best = _FarTail(x, far, tail)
                     if tail.delta < _TAIL_TOLERANCE * interval(partial_sum):
                         break
-                if best and doubling > 96 and best[2].a > 0:
+                # a tail of slow decay, which further doublings hardly narrow
+                if best and doubling > _MANY_DOUBLINGS and best.sum.a > 0:
                     break
         if not best:
             raise TooManyBlocks

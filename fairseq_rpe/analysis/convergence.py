@@ -104,7 +104,7 @@ def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> l
     Args:
         encoding: an encoding, of which the current parameters count, or the spec of a new one.
         heads: number of heads of a new encoding.
-        head_width: width of its heads.
+        head_width: width D of each head of a new encoding.
 
     Returns:
         One verdict for each head.
@@ -228,12 +228,14 @@ def _check_at(e: sympy.Expr, n: int, text: str) -> None:
 
 
 def _check_ranges(e: sympy.Expr, todo: list[tuple[int, int]], text: str) -> None:
+    """Check that e is below ∞ at every n of the ranges low <= n <= high, which are halved where it is not proven."""
     while todo:
         low, high = np.array(todo, dtype=np.float64).T
         if len(todo) > _MAX_OPEN_RANGES:
+            # a sample of some 256 ranges may show the n at which e has no value
             for n, _ in todo[:: _MAX_OPEN_RANGES >> 8]:
                 _check_at(e, n, text)
-            start = todo[0][0]
+            start, _ = todo[0]
             raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {start} on")
         _, top = float_ranges(e, _outwards(low, -np.inf), _outwards(high, np.inf))
         bad = [todo[i] for i in np.flatnonzero(~(top < np.inf))]

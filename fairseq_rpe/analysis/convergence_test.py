@@ -3,6 +3,7 @@
 import contextlib
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mpmath
 import sympy
@@ -25,9 +26,24 @@ from fairseq_rpe.analysis.intervals_mp import Undefined, bounds, enclose_constan
 
 CONVERGES, DIVERGES, UNDECIDED = "converges", "diverges", "undecided"
 DEPENDS = "depends on content"
-# verdict on an envelope, or None; number k of the test that decided (k-fold logarithm); the term that decided
-Rank = tuple[str | None, int, Monomial | None, sympy.Expr]
-_TESTS = {1: ("p-series test", "p"), 2: ("Bertrand's test", "q"), 3: ("De Morgan's test", "r")}
+_TESTS = {1: ("p-series test", "p"), 2: ("Bertrand's test", "q"), 3: ("De Morgan's test", "r")}  # name, parameter
+_MAX_LOGS = 4  # tests that are tried
+
+
+class Rank(NamedTuple):
+    """Verdict on an envelope.
+
+    Attributes:
+        verdict: ``converges``, ``diverges`` or None.
+        level: k of the test that decided (k-fold logarithm).
+        monomial: the term that decided, None if the envelope ends before.
+        coefficient: its coefficient.
+    """
+
+    verdict: str | None
+    level: int
+    monomial: Monomial | None
+    coefficient: sympy.Expr
 
 
 @dataclass(frozen=True)
@@ -86,26 +102,28 @@ def _rank(envelope: Envelope) -> Rank:
         # the coefficient is 0 > -1; c = -1 is a tie, which the next logarithm breaks
         side = 1 if order < 0 else require_sign(c) if order > 0 else require_sign(c + 1)
         if side:
-            return CONVERGES if side < 0 else DIVERGES, k, m, c
+            return Rank(CONVERGES if side < 0 else DIVERGES, k, m, c)
         k += 1
-        if k > 4:
-            return None, k, m, c
-    return DIVERGES, k, None, sympy.S.Zero
+        if k > _MAX_LOGS:
+            return Rank(None, k, m, c)
+    return Rank(DIVERGES, k, None, sympy.S.Zero)
 
 
 def _compare_envelopes(e: Expansion) -> Decision:
+    """Decide by the functions above and below f: the upper one converges or the lower one diverges."""
     above, below = e.envelope(1), e.envelope(0)
-    up, low = _rank(above), _rank(below)
+    upper, lower = _rank(above), _rank(below)
     # "=" in the reason only where no growing term and no constant is an interval
-    exact = all(c[0] == c[1] for m, c in e.terms.items() if compare(m, ONE) >= 0)
-    if up[0] == CONVERGES:
-        return Decision(CONVERGES, _why_converges(up, exact, below[0][1].is_infinite), up[1])
-    if low[0] == DIVERGES:
+    exact = all(low == high for m, (low, high) in e.terms.items() if compare(m, ONE) >= 0)
+    if upper.verdict == CONVERGES:
+        _, lower_coefficient = below[0]
+        return Decision(CONVERGES, _why_converges(upper, exact, lower_coefficient.is_infinite), upper.level)
+    if lower.verdict == DIVERGES:
         m, c = _lead(below)
         grows = compare(m, ONE) > 0 and require_sign(c) > 0
-        return Decision(DIVERGES, _why_diverges(low, below, exact), low[1], grows)
-    if up[0] is None or low[0] is None:
-        return Decision(UNDECIDED, f"f = {_sum(_logs(4))} + …: beyond four nested logarithms")
+        return Decision(DIVERGES, _why_diverges(lower, below, exact), lower.level, grows)
+    if upper.verdict is None or lower.verdict is None:
+        return Decision(UNDECIDED, f"f = {_sum(_logs(_MAX_LOGS))} + …: beyond four nested logarithms")
     between = f"{_sum([_lead(below)])} and {_sum([_lead(above)])}"
     return Decision(UNDECIDED, f"f lies between {between} (leading terms): comparison decides neither")
 
@@ -126,11 +144,11 @@ def _why_converges(rank: Rank, exact: bool, steep: bool) -> str:
 def _why_diverges(rank: Rank, envelope: Envelope, exact: bool) -> str:
     _, k, m, c = rank
     sign, suffix = ("=" if exact else ">="), "" if exact else ", the oscillating part is bounded"
-    lead = _lead(envelope)
-    if compare(lead[0], ONE) > 0 and require_sign(lead[1]) > 0:
+    lead = lead_monomial, lead_coefficient = _lead(envelope)
+    if compare(lead_monomial, ONE) > 0 and require_sign(lead_coefficient) > 0:
         return f"term test: f {sign} {_sum([lead])} + … grows without bound"
-    if compare(lead[0], ONE) <= 0:
-        value = lead[1] if lead[0] == ONE else sympy.S.Zero
+    if compare(lead_monomial, ONE) <= 0:
+        value = lead_coefficient if lead_monomial == ONE else sympy.S.Zero
         limit = f"f -> {format_number(value)}" if exact else f"f >= {format_number(value)} - …"
         return f"term test: {limit}, so b_n does not go to 0{suffix}"
     shown, value = _logs(k - 1), sympy.S.Zero
@@ -149,10 +167,12 @@ def _why_diverges(rank: Rank, envelope: Envelope, exact: bool) -> str:
 
 
 def _lead(envelope: Envelope) -> tuple[Monomial, sympy.Expr]:
+    """Return the largest term (monomial, coefficient) that is not zero."""
     return next(((m, c) for m, c in envelope if c != 0), (ONE, sympy.S.Zero))
 
 
 def _logs(count: int) -> Envelope:
+    """Return the terms -ln n - ln ln n - …, ``count`` of them."""
     return [(iterated_log(k), -sympy.S.One) for k in range(1, count + 1)]
 
 

@@ -72,7 +72,7 @@ class FireFit:
     Attributes:
         heads: numbers of the heads, from 1.
         spec: spec that builds the encoding, up to its parameters.
-        fire: the encoding.
+        fire: fitted encoding.
         error: largest difference between the two biases over all distances, in nats.
         error_float32: the same with float32 parameters and arithmetic, as in training.
     """
@@ -135,6 +135,7 @@ def summarise_values(values: Tensor) -> str:
 
 def format_heads(heads: tuple[int, ...]) -> str:
     """Format head numbers, as in ``heads 1-3, 5``."""
+    # consecutive numbers have the same difference from their index
     runs = [[h for _, h in run] for _, run in groupby(enumerate(heads), lambda pair: pair[1] - pair[0])]
     ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"head{'s' if len(heads) > 1 else ''} {ranges}"
@@ -192,24 +193,26 @@ def _fit(profile: Tensor, heads: list[int], c: float | None) -> FireFit:
     """Fit some heads (indices) of ``profile`` (H, N) in one module: a line if all are lines, or else a hidden layer."""
     y = profile[heads]  # (H', N)
     positions = torch.arange(y.shape[1], dtype=y.dtype)[None]
-    u = (
-        _module(len(heads), y.shape[1], c, 0)[1].ratio(positions[:, -1:], positions)[0, 0].flip(0)
-    )  # the bits that FIRE computes
-    mean = (y[:, -1:] - y[:, :1]) / u[-1] if len(u) > 1 else torch.zeros_like(y)
-    if (y[:, :1] + mean * u - y).abs().max() <= _MAX_CURVATURE:
-        hidden, layers = 0, [(mean, y[:, 0])]
+    # computed by FIRE itself, so that u has the same bits
+    _, initial_fire = _module(len(heads), y.shape[1], c, 0)
+    u = initial_fire.ratio(positions[:, -1:], positions)[0, 0].flip(0)  # (N,)
+    mean_slope = (y[:, -1:] - y[:, :1]) / u[-1] if len(u) > 1 else torch.zeros_like(y)
+    bias_at_zero = y[:, 0]  # (H',)
+    # layers: weight and bias of each linear layer of the MLP
+    if (y[:, :1] + mean_slope * u - y).abs().max() <= _MAX_CURVATURE:
+        hidden, layers = 0, [(mean_slope, bias_at_zero)]
     else:
         slopes = y.diff() / u.diff()  # (H', N-1)
         bends = slopes.diff()  # (H', N-2): change of slope at each inner point
         # a ReLU for each inner point at which some head bends, and one for the first slope
         knots = (bends != 0).any(0).nonzero().flatten()
         hidden, rises = 1 + len(knots), torch.cat([slopes[:, :1], bends[:, knots]], 1)
-        layers = [(torch.ones(hidden, 1), torch.cat([u[:1], -u[1 + knots]])), (rises, y[:, 0])]
+        layers = [(torch.ones(hidden, 1), torch.cat([u[:1], -u[1 + knots]])), (rises, bias_at_zero)]
     spec, fire = _module(len(heads), len(u), c, hidden)
     for layer, (weight, bias) in zip(fire.mlp, layers, strict=True):
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)
-    fit = FireFit(tuple(h + 1 for h in heads), spec, fire, 0.0, 0.0)
+    fit = FireFit(tuple(h + 1 for h in heads), spec, fire, 0.0, 0.0)  # without its errors, only to compute values
     errors = (_error(fit.values(dtype), y) for dtype in (torch.float64, torch.float32))
     return FireFit(fit.heads, spec, fire, *errors)
 

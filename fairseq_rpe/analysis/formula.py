@@ -28,7 +28,7 @@ def parse(text: str, longest: int | None = _MAX_LENGTH) -> sympy.Expr:
     sin, cos, tanh, atan, abs, min and max. Decimals are exact: 0.1 is 1/10.
 
     Args:
-        text: the formula.
+        text: formula such as ``-log(1 + n)/2``.
         longest: largest number of characters; None for no limit.
 
     Returns:

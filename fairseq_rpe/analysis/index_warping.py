@@ -71,10 +71,10 @@ def alibi_raw(distance: Tensor, head: int = 1, heads: int = 8) -> Tensor:
     Args:
         distance: n >= 0, any shape.
         head: number of the head; head 1 is the steepest.
-        heads: number of heads.
+        heads: number of heads of the model.
 
     Raises:
-        UserError: there is no such head.
+        UserError: ``head`` is not in 1 … ``heads``.
     """
     if not 1 <= head <= heads:
         raise UserError(f"head {head} does not exist: heads count from 1 to {heads}")
@@ -105,7 +105,7 @@ def total_difference(
     raw: RawAttention = rope_raw,
     exponential: bool = False,
 ) -> float:
-    """Return :func:`total_differences` at one test length."""
+    """Return the total difference at one test length; the other arguments are those of :func:`total_differences`."""
     return total_differences(skew, train_length, [test_length], tail_length, raw, exponential).item()
 
 
@@ -159,7 +159,7 @@ def warp_positions(skew: Skew, length: int) -> Tensor:
         (L + 1,) float64, in tokens.
 
     Raises:
-        UserError: there is no such skew.
+        UserError: no skew has this name.
     """
     functions = {"none": lambda x: x, **SKEW_FUNCTIONS}
     if not callable(skew) and skew not in functions:

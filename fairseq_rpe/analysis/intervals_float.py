@@ -17,7 +17,7 @@ def float_ranges(e: sympy.Expr, low: Any, high: Any) -> tuple[Any, Any]:
     """Return the ranges (low, high) of ``e`` over each range low <= n <= high of n; NaN where it may be undefined.
 
     Args:
-        e: expression in n.
+        e: expression in n, with numbers and functions of :func:`fairseq_rpe.analysis.formula.parse`.
         low: lower ends, float64, any shape.
         high: upper ends, the same shape.
     """

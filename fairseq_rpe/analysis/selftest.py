@@ -37,7 +37,7 @@ class SelftestSetting:
     """What is tested: each encoding with each backend and dtype.
 
     Attributes:
-        device: cpu or cuda.
+        device: device that the tests run on, ``cpu`` or ``cuda``.
         encodings: specs; an empty sequence means all registered encodings.
         backends: names of backends, or "all".
         dtypes: keys of :data:`~fairseq_rpe.analysis.speed.DTYPES`.
@@ -84,7 +84,7 @@ class TestResult:
             cached: one query against all keys, for the last three tokens; warped: unevenly spaced positions, fractional
             ones if the encoding takes them. padded and warped have gradients too if the backend has any.
         state: passed, failed, refused or does not apply.
-        tolerance: tolerance of the dtype.
+        tolerance: tolerance of the dtype, for outputs and gradients.
         error: largest error of outputs and gradients, as a multiple of ``tolerance`` · max(1, largest value).
         seconds: seconds of a call, the least of a few.
         reason: reason of a failure or a refusal.
@@ -131,8 +131,8 @@ def run_tests(device: str, backend: str, dtype: str, spec: str, first: bool) -> 
     """Run all cases of an encoding; any exception is a failed test.
 
     Args:
-        device: cpu or cuda.
-        backend: name of the backend.
+        device: device that the tests run on, ``cpu`` or ``cuda``.
+        backend: name of a registered backend.
         dtype: key of :data:`~fairseq_rpe.analysis.speed.DTYPES`.
         spec: spec of the encoding.
         first: whether it is the first encoding of this backend and dtype.
@@ -181,12 +181,12 @@ def _compare(
         positions = replace(positions, tokens=ids if padding is None else ids.masked_fill(padding, -1))
     if padding is not None:
         cotangent = cotangent.masked_fill(padding[:, None, :, None], 0.0)
-    grads = case in ("backward", "padded", "warped")
+    with_grads = case in ("backward", "padded", "warped")
 
-    def run(qkv: Sequence[Tensor], backend: Backend, grads: bool) -> Iterator[Tensor]:
-        """Yield the output of each call and, with ``grads``, the gradients of q, k, v and the parameters."""
-        q, k, v = (x.detach().requires_grad_(grads) for x in qkv)
-        with torch.set_grad_enabled(grads):
+    def run(qkv: Sequence[Tensor], backend: Backend, with_grads: bool) -> Iterator[Tensor]:
+        """Yield the output of each call and, ``with_grads``, the gradients of q, k, v and the parameters."""
+        q, k, v = (x.detach().requires_grad_(with_grads) for x in qkv)
+        with torch.set_grad_enabled(with_grads):
             for m in range(n - DECODE_STEPS + 1, n + 1) if case == "cached" else (n,):
                 call_positions = _last(positions, m) if case == "cached" else positions
                 query = q[:, :, m - 1 : m] if case == "cached" else q
@@ -194,7 +194,7 @@ def _compare(
                 features = compute_token_features(inputs[:, :m].to(q.dtype), plan)
                 out = run_attention(query, k[:, :, :m], v[:, :, :m], plan, 0.0, features)
                 yield out
-            if grads:
+            if with_grads:
                 leaves = [q, k, v, *(p for p in encoding.parameters() if p.requires_grad)]
                 gradients = torch.autograd.grad(out, leaves, cotangent.to(out.dtype), allow_unused=True)
                 yield from (torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True))
@@ -202,18 +202,19 @@ def _compare(
     rounded = [x.to(dtype) for x in exact]
     start = time.perf_counter()
     try:
-        actual = list(run(rounded, backend, grads))
+        actual = list(run(rounded, backend, with_grads))
     except UserError:
-        if not grads or case == "backward":
+        if not with_grads or case == "backward":
             raise
-        grads = False  # a backend without gradients for this case is still tested on its output
-        actual = list(run(rounded, backend, grads))
-    first = time.perf_counter() - start
-    expected = list(run(exact, BACKENDS["reference"], grads))
+        with_grads = False  # a backend without gradients for this case is still tested on its output
+        actual = list(run(rounded, backend, with_grads))
+    first_seconds = time.perf_counter() - start
+    expected = list(run(exact, BACKENDS["reference"], with_grads))
     plan = build_plan(encoding, positions, padding, backend)
-    error = autotune_inputs.deviation(actual, expected, autotune_inputs.TOLERANCE[dtype], plan, rounded[2])
+    _, _, v = rounded
+    error = autotune_inputs.deviation(actual, expected, autotune_inputs.TOLERANCE[dtype], plan, v)
     interpreted = device == "cpu" and backend is BACKENDS["triton"]  # slow, and without compilation to warm up
-    seconds = first if interpreted else _seconds(lambda: list(run(rounded, backend, grads)), device)
+    seconds = first_seconds if interpreted else _seconds(lambda: list(run(rounded, backend, with_grads)), device)
     return error, seconds / (DECODE_STEPS if case == "cached" else 1)
 
 
@@ -298,8 +299,8 @@ def as_document(
     """Return the content of the JSON file, to attach to a bug report.
 
     Args:
-        setting: what is tested.
-        cells: results so far.
+        setting: encodings, backends and dtypes that are tested.
+        cells: results of the tests that have run so far.
         about: version and commit of this package.
         complete: whether all tests have run.
     """

@@ -33,13 +33,13 @@ class BenchSetting:
     """What is timed: each encoding with each backend at each length.
 
     Attributes:
-        device: cpu or cuda.
+        device: device that runs the attention, ``cpu`` or ``cuda``.
         encodings: specs; each adds a bias or is nope.
         backends: names of backends, or "all".
-        lengths: in tokens.
-        batch: batch size.
-        heads: number of heads.
-        width: head width.
+        lengths: numbers of tokens of the sequences, each timed separately.
+        batch: number of sequences in a call.
+        heads: number of attention heads.
+        width: width D of each head.
         dtype: key of :data:`DTYPES`.
         passes: forward, training or both.
         repeats: number of rounds, of which the median is reported.
@@ -103,7 +103,7 @@ class Timing:
         encoding: spec of the encoding.
         backend: name of the backend.
         step: forward or training of attention, or inference of a model.
-        length: in tokens.
+        length: number of tokens.
         milliseconds: median of all runs; the mean for models.
         ratio: time relative to attention without a bias; for models, to the first encoding.
         least: fastest run in milliseconds.
@@ -124,9 +124,9 @@ def measure(setting: BenchSetting, step: str, length: int) -> tuple[list[Timing]
     """Time every encoding with every backend, interleaved.
 
     Args:
-        setting: what is timed.
-        step: forward or training.
-        length: in tokens.
+        setting: encodings, backends and shapes that are timed.
+        step: ``forward``, or ``training`` for forward and backward pass.
+        length: number of tokens of each sequence.
 
     Returns:
         The timings, and a line on each combination that is left out.
@@ -188,16 +188,19 @@ def _timed_calls(setting: BenchSetting, training: bool, n: int) -> tuple[dict[tu
 
 
 def failure_reason(call: TimedCall, name: str, short: str, of: str = "") -> str:
-    """Call a function once.
+    """Call a function once, and return the reason if it cannot be timed.
 
     Args:
-        call: the function.
+        call: function that will be timed.
         name: its name in the message of a refusal.
         short: its name in the message of an out-of-memory error.
-        of: end of that message.
+        of: end of the message of an out-of-memory error.
 
     Returns:
         A line on why it cannot be timed, "" if it can.
+
+    Raises:
+        RuntimeError: an error that is no lack of memory.
     """
     try:
         call()
@@ -215,7 +218,7 @@ def time_interleaved(calls: dict[Any, TimedCall], repeats: int, device: str) -> 
 
     Args:
         calls: key -> function.
-        repeats: number of rounds.
+        repeats: number of rounds, and so of calls of each function.
         device: cpu or cuda, which is synchronised before and after each call.
 
     Returns:

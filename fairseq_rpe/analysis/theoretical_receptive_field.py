@@ -82,7 +82,7 @@ def receptive_field(total: Sum, epsilon: Fraction) -> ReceptiveField:
     """Return the receptive field: the smallest j whose tail from j on is strictly below εB.
 
     Args:
-        total: B and its tails.
+        total: certified sum with B and the enclosures of its tails.
         epsilon: ε in (0, 1).
     """
     if isinstance(total, FiniteSum):

@@ -1,12 +1,12 @@
 """Backend autotuning: verify each candidate against the reference, then pick the fastest.
 
-This happens once for each :class:`CallSignature`. Candidates are compared with the reference in float64, outputs and
-all gradients, on a small sample of the same signature. Those that agree are timed on the call's own shape, forward and,
-where gradients are needed, backward. The fastest is logged, cached (:mod:`~fairseq_rpe.attention.autotune_cache`) and
-used from then on. A candidate that raises, deviates, returns NaN or runs out of memory is dropped with a warning. In
-deterministic mode nothing is timed: the first candidate of a fixed order that agrees is used. The gradients are those
-of q, k, v and of a bias's tables, parameters and pieces. Plain autograd computes the gradients of what a function of
-positions uses, whichever backend calls it.
+This happens once for each :class:`CallSignature`. The outputs and all gradients of each candidate are compared with
+those of the reference in float64, on a small sample of the same signature. Candidates that agree are timed on the
+call's own shape: forward and, where gradients are needed, backward. The fastest is logged, cached
+(:mod:`~fairseq_rpe.attention.autotune_cache`) and used from then on. A candidate that raises, deviates, returns NaN or
+runs out of memory is dropped with a warning. In deterministic mode nothing is timed: the first candidate of a fixed
+order that agrees is used. The gradients are those of q, k, v and of a bias's tables, parameters and pieces. A bias that
+is a function of positions may use other tensors; plain autograd computes their gradients, whichever backend runs.
 
 All of this runs on copies, in a thread of its own: the caller's graph, saved-tensor hooks, gradients, autocast and
 random number generators do not change. The thread also bounds the time as far as Python and CUDA allow. A thread cannot
@@ -15,12 +15,12 @@ compiler, and is not tried again in this process. A kernel that never ends or an
 CUDA context. Only another process could guard against these, which would need the GPU's memory a second time.
 
 Inside torch.compile, the capture of a CUDA graph or a backward pass (reentrant checkpoints run layers there) nothing is
-measured: a known choice is used, otherwise ``sdpa``.
+measured: the choice is used if there is one already, otherwise ``sdpa``.
 
 Processes of a distributed training agree without a collective. A collective would wait for every rank, and ranks need
-not see the same signatures: the last batch of one has padding where another's has none, and one alone evaluates. So the
-first rank decides and puts its choice into the key-value store of the process group; later ranks read it, or wait for
-as long as deciding may take.
+not see the same signatures: the last batch of one rank may have padding where that of another has none, and a single
+rank may evaluate. So the first rank that meets a signature decides, and puts its choice into the key-value store of the
+process group. Later ranks read the choice, or wait for it as long as a decision may take.
 """
 
 import logging
@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,9 +46,9 @@ from fairseq_rpe.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 TIMEOUT = 120.0  # seconds for a candidate's check, and again for its timing; NCCL gives up after 600
-WARM_UPS, REPEATS = 2, 5  # calls
-MAX_TIMING_SECONDS = 2.0  # no further call is timed after these
-SEED = 1234
+WARM_UPS, REPEATS = 2, 5  # calls of a candidate before its timing, and calls that are timed
+MAX_TIMING_SECONDS = 2.0  # no further call of a candidate is timed after this total time
+SEED = 1234  # of the dropout mask while candidates are compared; any number
 MIN_KEYS = 128  # keys of the shortest class of lengths; each class is four times as long as the one before
 STORE_PREFIX = "fairseq_rpe/attention/"
 NO_BACKEND = "-"  # in the store: the deciding rank has chosen none
@@ -56,25 +56,36 @@ Attend = Callable[..., Tensor]
 Result = TypeVar("Result")
 
 
+class _Call(NamedTuple):
+    """Arguments of the attention call that a backend is chosen for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plan: AttentionPlan
+    dropout: float
+
+
 @dataclass(frozen=True)
 class CallSignature:
     """What decides which backends support a call and, except for the batch size, how long they take.
 
     Attributes:
-        dtype: of q, k and v; several only where they differ.
-        head_width: D.
+        dtype: dtype of q, k and v, joined by "/" if they differ.
+        head_width: number D of elements of a head.
         bias: none, table, curve, pointwise, pair or dense.
         learned: whether the bias may need a gradient.
-        spacing: even, if indices determine a pair's distance; steps, if distances are multiples of one; or any.
-        padded: whether some keys are hidden.
-        queries: all (of the tokens), one, or some.
-        keys: upper bound of the number of keys.
+        spacing: spacing of the positions: even, if indices determine a pair's distance; steps, if all distances are
+            multiples of one step; or any.
+        padded: whether padding is hidden.
+        queries: all tokens are queries, one is, or some are.
+        keys: upper bound of the number of keys: 128, 512, 2048, …
         training: whether gradients are needed.
         dropout: whether weights are dropped.
         pruned: whether keys that provably do not matter may be skipped.
         deterministic: whether torch uses deterministic algorithms.
         rounded: whether products of float32 matrices may be rounded to TF32.
-        documents: whether several documents share a row, and queries see their own.
+        documents: whether several documents share a row, and each query sees only its own document.
     """
 
     dtype: str
@@ -186,13 +197,16 @@ def rank_store() -> Any | None:
 
 
 def agree_on_backend(key: str, decide: Callable[[], str | None], seconds: float, store: Any | None) -> str | None:
-    """Return what the first rank that asks for ``key`` decides; None is a decision too.
+    """Return what the first rank that calls this function with ``key`` decides; None is a decision too.
 
     Args:
-        key: identifies the decision; ranks that should agree use the same key.
-        decide: called by the first rank only.
-        seconds: how long another rank waits; afterwards it has None, with a warning.
-        store: of :func:`rank_store`; None: this process decides for itself.
+        key: name of the decision; ranks that should agree use the same key.
+        decide: function that chooses a backend or None; only the first rank calls it.
+        seconds: time that another rank waits for the decision; then it logs a warning and returns None.
+        store: the ranks' key-value store, as :func:`rank_store` returns it; None: this process decides for itself.
+
+    Returns:
+        The name of a backend, or None if the deciding rank chose none or did not decide in time.
     """
     if store is None:
         return decide()
@@ -218,8 +232,8 @@ class _Failures:
     """Candidates that were dropped, with the reasons.
 
     Attributes:
-        reasons: by candidate.
-        transient: whether some reason may not hold in another process: memory or time ran out.
+        reasons: reason in words, by name of the candidate.
+        transient: whether some candidate may succeed in another process: memory or time ran out in this one.
     """
 
     reasons: dict[str, str] = field(default_factory=dict)
@@ -232,11 +246,11 @@ class Autotuner:
     Args:
         candidates: functions of (q, k, v, plan, dropout) by name, in the order of preference of deterministic mode.
         fallback: name of the candidate that is used where nothing can be measured.
-        applies: function of q, whether there is anything to choose.
-        timer: function of (work, device) that returns seconds, as :func:`median_seconds`.
-        timeout: seconds for each check and each timing.
-        machine: function of q's device that describes what choices are cached for.
-        store: function that returns the ranks' store, or None; called for each new signature.
+        applies: function of q that returns whether several candidates are worth comparing.
+        timer: function of (work, device) that returns the seconds of ``work``, as :func:`median_seconds` does.
+        timeout: seconds that each check and each timing of a candidate may take.
+        machine: function of q's device that describes hardware and versions; choices are cached for this description.
+        store: function that returns the ranks' key-value store, or None; called for each new signature.
     """
 
     def __init__(
@@ -267,51 +281,52 @@ class Autotuner:
                 return None
             with self._lock:
                 if key not in self._choices:
-                    self._choices[key] = self._agree_on_backend(signature, q, k, v, plan, dropout)
+                    self._choices[key] = self._agree_on_backend(signature, _Call(q, k, v, plan, dropout))
         return self._choices[key]
 
     def drop_candidate(
         self, name: str, error: Exception, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float
     ) -> None:
-        """Stop using ``name`` for the signature of this call, in which it raised ``error``."""
+        """Use the fallback for calls of this signature from now on, because the candidate raised an error.
+
+        Args:
+            name: name of the candidate.
+            error: error that it raised.
+            q: (B, H, n, D) of the call in which it did.
+            k: (B, H, m, D), likewise.
+            v: (B, H, m, D), likewise.
+            plan: plan of that call.
+            dropout: dropout probability of that call.
+        """
         signature = call_signature(q, k, v, plan, dropout)
         self._choices[q.device, signature] = self.fallback
         _warn_dropped(name, signature, _error_reason(error))
 
-    def _agree_on_backend(
-        self, signature: CallSignature, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float
-    ) -> str | None:
+    def _agree_on_backend(self, signature: CallSignature, call: _Call) -> str | None:
         """Return the choice from the cache, of another rank or by measurement; never raises."""
         try:
-            machine = self.machine(q.device)
+            machine = self.machine(call.q.device)
             key = f"{autotune_cache.machine_name(machine)}/{signature}"
-            decide = partial(self._load_or_benchmark, machine, signature, q, k, v, plan, dropout)
+            decide = partial(self._load_or_benchmark, machine, signature, call)
             # the deciding rank computes the reference, and checks and times each candidate
             seconds = (2 * len(self.candidates) + 1) * self.timeout
             choice = agree_on_backend(key, decide, seconds, self.store())
         except Exception as error:
             logger.warning("attention backend: nothing could be measured for %s: %s", signature, _error_reason(error))
             return None
+        # the deciding process may have other candidates than this one
         return choice if choice in self.candidates or choice == "reference" else None
 
-    def _load_or_benchmark(
-        self,
-        machine: dict[str, str],
-        signature: CallSignature,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: AttentionPlan,
-        dropout: float,
-    ) -> str | None:
+    def _load_or_benchmark(self, machine: dict[str, str], signature: CallSignature, call: _Call) -> str | None:
+        """Return the choice cached on this machine, or benchmark the candidates and cache the choice."""
         cached = autotune_cache.load_choice(machine, str(signature))
         if cached is not None and cached.backend in self.candidates:
             ratios = _format_ratios(cached, "remembered")
             logger.info("attention backend: %s for %s%s", cached.backend, signature, ratios)
             return cached.backend
-        devices = [q.device] if q.is_cuda else []
+        devices = [call.q.device] if call.q.is_cuda else []
         with torch.random.fork_rng(devices):
-            choice, cacheable = self._benchmark_candidates(signature, q, k, v, plan, dropout)
+            choice, cacheable = self._benchmark_candidates(signature, call)
         if choice is None:
             return None
         logger.info("attention backend: %s for %s%s", choice.backend, signature, _format_ratios(choice, "measured"))
@@ -319,41 +334,51 @@ class Autotuner:
             autotune_cache.save_choice(machine, str(signature), choice)
         return choice.backend
 
-    def _benchmark_candidates(
-        self, signature: CallSignature, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float
-    ) -> tuple[BackendChoice | None, bool]:
+    def _benchmark_candidates(self, signature: CallSignature, call: _Call) -> tuple[BackendChoice | None, bool]:
         """Return the choice, None if all candidates refuse the call, and whether other processes may use it."""
         failures = _Failures(transient=bool(self._timed_out))
+        verified = self._verify_candidates(signature, call, failures)
+        if len(verified) > 1 and not signature.deterministic:
+            times = self._time_candidates(verified, signature, call, failures)
+            fastest_first = sorted(times, key=lambda name: times[name])
+            ratios = {name: round(times[name] / max(times[fastest_first[0]], 1e-9), 3) for name in fastest_first}
+        else:
+            ratios = dict.fromkeys(verified[:1], 1.0)
+        if not ratios:
+            return self._choose_reference(failures, call.plan), False
+        return BackendChoice(next(iter(ratios)), ratios, failures.reasons), not failures.transient
 
-        def prepare() -> tuple[autotune_inputs.RecordedCall, list[Tensor]]:
-            sample = autotune_inputs.sample_call(q, k, v, plan, dropout)
+    def _verify_candidates(self, signature: CallSignature, call: _Call, failures: _Failures) -> list[str]:
+        """Return the candidates that agree with the reference on a small sample of the call."""
+
+        def compute_expected() -> tuple[autotune_inputs.RecordedCall, list[Tensor]]:
+            sample = autotune_inputs.sample_call(*call)
             return sample, _run_with_seed(sample.in_float64(), reference)
 
-        sample, expected = self._with_timeout(prepare, q.device, signature.training)
+        device = call.q.device
+        sample, expected = self._with_timeout(compute_expected, device, signature.training)
         verified = []
         for name, attend in self.candidates.items():
             check = partial(_verify, sample, attend, expected, signature)
-            if name not in self._timed_out and self._attempt(name, check, q.device, signature, failures):
+            if name not in self._timed_out and self._attempt(name, check, device, signature, failures):
                 verified.append(name)
-        if not verified:
-            return self._choose_reference(failures, plan), False
-        ratios = {verified[0]: 1.0}
-        if len(verified) > 1 and not signature.deterministic:
-            copy = autotune_inputs.copy_call(q, k, v, plan, dropout)
-            times: dict[str, float] = {}
-            for name in verified:
-                measure = partial(self.timer, partial(copy.run, self.candidates[name]), q.device)
-                seconds = self._attempt(name, measure, q.device, signature, failures)
-                if seconds is not None:
-                    times[name] = seconds
-            by_time = sorted(times, key=lambda name: times[name])
-            if not by_time:
-                return self._choose_reference(failures, plan), False
-            ratios = {name: round(times[name] / max(times[by_time[0]], 1e-9), 3) for name in by_time}
-        return BackendChoice(next(iter(ratios)), ratios, failures.reasons), not failures.transient
+        return verified
+
+    def _time_candidates(
+        self, names: Sequence[str], signature: CallSignature, call: _Call, failures: _Failures
+    ) -> dict[str, float]:
+        """Return the seconds that candidates take for the whole call; those that fail are left out."""
+        copy, device = autotune_inputs.copy_call(*call), call.q.device
+        times: dict[str, float] = {}
+        for name in names:
+            measure = partial(self.timer, partial(copy.run, self.candidates[name]), device)
+            seconds = self._attempt(name, measure, device, signature, failures)
+            if seconds is not None:
+                times[name] = seconds
+        return times
 
     def _choose_reference(self, failures: _Failures, plan: AttentionPlan) -> BackendChoice | None:
-        """Return the reference if the fallback is wrong; None if it refuses the call, as it does again when called."""
+        """Return the reference if the fallback failed; None if it refused the call, so that users see its error."""
         is_wrong = self.fallback in failures.reasons and not plan.prune
         return BackendChoice("reference", {}, failures.reasons) if is_wrong else None
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.utils.files import CACHE_VARIABLE, PACKAGE_DIR, exclusive_lock, read_json, sha256_of_files, write_json
+from fairseq_rpe.utils.files import CACHE_VARIABLE, PACKAGE_DIR, exclusive_lock, sha256_of_files
+from fairseq_rpe.utils.json_files import read_json, write_json
 from fairseq_rpe.utils.records import read_record, to_dict
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from fairseq_rpe.core.positions import Positions
 
 SIZE = 267  # queries: odd, several blocks of every kernel, and enough for sdpa to compute a curve in pieces
 PRUNED_SIZE = 4 * BLOCK + 3  # queries of a pruned sample: some keys are far enough to be skipped
-PAIRS = 1 << 20  # queries times keys of a head
-ROWS = 2  # of the batch
-HIDDEN_KEYS = 5  # of the first row of a padded sample
+PAIRS = 1 << 20  # largest number of queries times keys of a sample with fewer queries than keys
+ROWS = 2  # rows of a sample's batch
+HIDDEN_KEYS = 5  # keys that padding hides in the first row of a padded sample
 
 # tolerance of outputs and gradients, relative to the largest value or 1
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -42,7 +42,7 @@ class RecordedCall:
         q: (B, H, n, D).
         k: (B, H, m, D).
         v: (B, H, m, D).
-        plan: of the call.
+        plan: plan that the backend is called with.
         dropout: probability of dropping an attention weight.
         leaves: tensors whose gradients are needed; none: forward only.
         grad: (B, H, n, D), gradient of the output.
@@ -82,14 +82,14 @@ def copy_call(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: flo
 
 
 def sample_call(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> RecordedCall:
-    """Return a small call with the same signature: the bias's own parameters, few queries of two rows, random q, k, v.
+    """Return a small call with the same signature: random q, k and v of two rows with few queries, and the call's bias.
 
     Its padding is on the left of one row and on the right of the other. A ScaledDistanceBias is its pieces alone, a
     PointwiseBias its scalar function, so that every backend has gradients of the same leaves.
     """
     n, m = q.shape[2], k.shape[2]
     size = min(n, PRUNED_SIZE if plan.prune else SIZE, max(1, PAIRS // m) if n < m else n)
-    size -= size > 1 and size % 2 == 0
+    size -= size > 1 and size % 2 == 0  # an odd number of queries, so that no block of a kernel divides it
     keys = m - n + size
     generator = torch.Generator(device=q.device).manual_seed(0)
 
@@ -102,26 +102,44 @@ def sample_call(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: f
     inputs = draw(q, size), draw(k, keys), draw(v, keys)
     padding = None if plan.padding is None else plan.padding[:ROWS]
     sample = replace(plan, padding=padding, last_query=None).slice_queries(0, size)
-    # a tensor of one row serves all rows
-    pos = replace(sample.positions, q=sample.positions.q[:ROWS], k=sample.positions.k[:ROWS])
-    if pos.contiguous and pos.step is not None:  # positions without the call's padding
-        x = torch.arange(keys, device=pos.k.device, dtype=pos.k.dtype)[None] * pos.step
-        pos = Positions(x[:, keys - size :], x, pos.step)
-    padding = None
-    if plan.padding is not None:
-        padding = torch.zeros(ROWS, keys, dtype=torch.bool, device=q.device)
-        padding[0, : min(HIDDEN_KEYS, keys - 1)] = True
-        padding[1, keys - size + (size + 1) // 2 + 1 :] = True
-    last_query = None
-    if plan.last_query is not None:  # n = m: two documents in the first row, one in the second
-        last_query = torch.full((ROWS, keys), keys - 1, device=q.device)
-        last_query[0, : keys // 2] = keys // 2 - 1
-    sample = replace(sample, positions=pos, padding=padding, last_query=last_query, backend=None)
+    sample = replace(
+        sample,
+        positions=_sample_positions(sample.positions),
+        padding=None if plan.padding is None else _sample_padding(size, keys, q.device),
+        last_query=None if plan.last_query is None else _sample_last_query(keys, q.device),
+        backend=None,
+    )
     if isinstance(plan.bias, ScaledDistanceBias) and isinstance(sample.bias, ScaledDistanceBias):
         query_scale = _scale_from_first_token(plan.bias.query_scale, plan.padding, size)
         sample = replace(sample, bias=replace(sample.bias, query_scale=query_scale))
     bias, leaves = _sample_bias(sample)
     return _record_call(*inputs, replace(sample, bias=bias), dropout, leaves)
+
+
+def _sample_positions(pos: Positions) -> Positions:
+    """Return the positions of the first rows; evenly spaced ones start at 0, without the call's padding."""
+    # a tensor of one row serves all rows
+    pos = replace(pos, q=pos.q[:ROWS], k=pos.k[:ROWS])
+    if not pos.contiguous or pos.step is None:
+        return pos
+    queries, keys = pos.q.shape[1], pos.k.shape[1]
+    k = torch.arange(keys, device=pos.k.device, dtype=pos.k.dtype)[None] * pos.step
+    return Positions(k[:, keys - queries :], k, pos.step)
+
+
+def _sample_padding(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return padding (ROWS, keys): on the left of the first row, and from the middle of the second row's queries on."""
+    padding = torch.zeros(ROWS, keys, dtype=torch.bool, device=device)
+    padding[0, : min(HIDDEN_KEYS, keys - 1)] = True
+    padding[1, keys - queries + (queries + 1) // 2 + 1 :] = True
+    return padding
+
+
+def _sample_last_query(keys: int, device: torch.device) -> Tensor:
+    """Return ``last_query`` (ROWS, keys) of two documents in the first row and one in the second; n = m."""
+    last_query = torch.full((ROWS, keys), keys - 1, device=device)
+    last_query[0, : keys // 2] = keys // 2 - 1
+    return last_query
 
 
 def deviation(actual: list[Tensor], expected: list[Tensor], tolerance: float, plan: AttentionPlan, v: Tensor) -> float:
@@ -130,11 +148,11 @@ def deviation(actual: list[Tensor], expected: list[Tensor], tolerance: float, pl
     Outputs of padded queries are ignored.
 
     Args:
-        actual: output and gradients.
-        expected: likewise, of the reference.
-        tolerance: relative to the largest value or 1.
-        plan: of the call; if it is pruned, outputs may also be off by the bound of the pruning.
-        v: values, for that bound.
+        actual: output and gradients of a candidate.
+        expected: output and gradients of the reference, in the same order.
+        tolerance: allowed error, as a share of the largest expected value or of 1, whichever is larger.
+        plan: plan of the call; if it is pruned, the output may deviate by the bound of the pruning in addition.
+        v: (B, H, m, D) values, for that bound.
     """
     worst = 0.0
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
@@ -158,6 +176,7 @@ def deviation(actual: list[Tensor], expected: list[Tensor], tolerance: float, pl
 def _record_call(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, leaves: tuple[Tensor, ...]
 ) -> RecordedCall:
+    """Return the call with a random gradient of its output, 0 at padded queries; ``leaves`` are those of the bias."""
     generator = torch.Generator(device=q.device).manual_seed(1)
     grad = torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)
     if plan.padding is not None:

@@ -27,7 +27,7 @@ class Backend:
     """A function of (q, k, v, plan, dropout) that computes attention, with its capabilities.
 
     Attributes:
-        attend: the function.
+        attend: function that computes attention, with the arguments of ``__call__``.
         supports_pruning: whether it accepts plans with pruning.
         supports_all_scores: whether it has all scores and weights of a query, which an encoding's ``transform_scores``
             and ``relative_values`` need.
@@ -43,10 +43,11 @@ class Backend:
         """Compute attention.
 
         Args:
-            q: (B, H, n, D); the queries are the last n of the m tokens.
-            k: (B, H, m, D).
+            q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set. The queries are the last n of the m
+                tokens.
+            k: (B, H, m, D), rotated as q is.
             v: (B, H, m, D).
-            plan: of the call.
+            plan: positions, bias, padding, pruning and hooks for the n queries and m keys.
             dropout: probability of dropping an attention weight.
 
         Returns:
@@ -68,7 +69,7 @@ def choose_backend(name: str, encodings: Iterable[Encoding] = ()) -> Backend:
 
     Args:
         name: auto or one of ``BACKENDS``.
-        encodings: of the model.
+        encodings: encodings of the model, one for all layers or one per layer; each must be supported.
 
     Raises:
         UserError: there is no such backend, or it does not support an encoding. Unsupported tensors (device, dtype,

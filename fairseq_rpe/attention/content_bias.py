@@ -1,8 +1,8 @@
 """Attention with a content-dependent bias in blocks of queries: O(block·n) memory, forward and backward.
 
 Plain torch operations compute each block once in the forward pass, and again with gradients in the backward pass. The
-gradients of a block are added in place to those of the whole tensors: what autograd does with slices of keys, a tensor
-of zeros for each block, takes longer than the attention.
+gradients of a block are added in place to those of the whole tensors. Autograd would create a tensor of zeros of full
+size for each block's slice of the keys, which takes longer than the attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,29 +27,22 @@ MAX_ROWS = 256  # queries of a block with fewer than all heads
 def attend_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, seed: int, attend: Attend
 ) -> Tensor:
-    """Compute attention block by block.
+    """Compute attention block by block of queries, and of heads where the block size allows it.
 
     Args:
-        q: (B, H, n, D); the queries are the last n of the m tokens.
-        k: (B, H, m, D).
+        q: (B, H, n, D), rotated; the queries are the last n of the m tokens.
+        k: (B, H, m, D), rotated.
         v: (B, H, m, D).
-        plan: of the call.
+        plan: positions, bias and hooks for all n queries and m keys.
         dropout: probability of dropping an attention weight.
-        seed: of the dropout mask.
+        seed: seed of the dropout mask, see ``dropout.keep_block``.
         attend: function of (q, k, v, plan, keep) that computes a block: some queries and the keys up to the last.
 
     Returns:
         (B, H, n, D).
     """
     batch, heads, n, _ = q.shape
-    most = ELEMENTS if q.device.type == "cpu" else DEVICE_ELEMENTS
-    head_rows = most // (batch * k.shape[2])  # rows of one head that fit
-    # a transform of scores may mix heads, so its blocks have all of them
-    mixes_heads = plan.transform_scores is not None
-    rows = head_rows // heads if mixes_heads else max(head_rows // heads, min(head_rows, MAX_ROWS))
-    rows = max(ROWS, rows // ROWS * ROWS) if dropout > 0 else max(MIN_ROWS, rows)
-    # a dropout mask is always drawn for all heads
-    block_heads = heads if mixes_heads or dropout > 0 else max(1, min(heads, head_rows // min(rows, n)))
+    rows, block_heads = _block_size(q, k, plan.transform_scores is not None, dropout > 0)
     if rows >= n and block_heads >= heads:  # one block, whose graph may stay in memory
         shape = batch, heads, n, k.shape[2]
         return attend(q, k, v, plan, keep_block(seed, 0, n, shape, dropout, q.device) if dropout > 0 else None)
@@ -63,24 +56,43 @@ def attend_in_blocks(
     return out
 
 
+def _block_size(q: Tensor, k: Tensor, mixes_heads: bool, draws_mask: bool) -> tuple[int, int]:
+    """Return the number of rows and of heads of a block.
+
+    Args:
+        q: (B, H, n, D).
+        k: (B, H, m, D).
+        mixes_heads: whether a transform of scores may mix heads, so that a block needs all of them.
+        draws_mask: whether a dropout mask is drawn: for all heads, and for a multiple of ROWS rows.
+    """
+    batch, heads, n, _ = q.shape
+    most = ELEMENTS if q.device.type == "cpu" else DEVICE_ELEMENTS
+    head_rows = most // (batch * k.shape[2])  # rows that fit in a block of one head
+    rows = head_rows // heads if mixes_heads else max(head_rows // heads, min(head_rows, MAX_ROWS))
+    rows = max(ROWS, rows // ROWS * ROWS) if draws_mask else max(MIN_ROWS, rows)
+    block_heads = heads if mixes_heads or draws_mask else max(1, min(heads, head_rows // min(rows, n)))
+    return rows, block_heads
+
+
 def _bias_leaves(bias: Bias | None) -> list[tuple[Tensor, str]]:
-    """Return the tensors of a bias with their kinds; the bias is no function of positions."""
+    """Return the tensors of a bias with their kinds (see :class:`_Blocks`); the bias is no function of positions."""
     leaves = [] if bias is None else bias.tree_flatten()
     assert leaves is not None
     return leaves
 
 
 class _Blocks:
-    """How to compute each block: everything but the tensors that need gradients.
+    """Computes each block. It holds everything but the tensors that need gradients, which are arguments of a call.
 
     Args:
-        plan: of the call.
-        kinds: of each tensor: "rows" (B, H, n, …), "keys" (B, H, m, …), "table" (H or 1, …), or "" for a parameter.
-        size: rows and heads of a block.
+        plan: positions, bias and hooks for all n queries and m keys; each block gets a slice of it.
+        kinds: kind of each tensor, which says how a block slices it: "rows" (B, H, n, …), "keys" (B, H, m, …), "table"
+            (H or 1, …), or "" for a parameter, which is not sliced.
+        size: number of rows and number of heads of a block.
         shape: B, H, n, m.
         dropout: probability of dropping an attention weight.
-        seed: of the dropout mask.
-        attend: function that computes a block.
+        seed: seed of the dropout mask, see ``dropout.keep_block``.
+        attend: function of (q, k, v, plan, keep) that computes a block.
     """
 
     def __init__(
@@ -138,7 +150,7 @@ class _Blocks:
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Attention of all blocks. Second derivatives are computed in one block, in O(n²) memory."""
+    """Computes attention of all blocks. Second derivatives are computed in one block, in O(n²) memory."""
 
     @staticmethod
     def forward(ctx: Any, blocks: _Blocks, *tensors: Tensor) -> Tensor:
@@ -174,9 +186,9 @@ class BlockwiseAttention(torch.autograd.Function):
         """Return the gradients of the saved tensors and of the parameters, computed block by block.
 
         Args:
-            ctx: of the forward pass.
+            ctx: autograd's context, as the forward pass left it.
             grad: (B, H, n, D), gradient of the output.
-            saved: tensors that the forward pass saved.
+            saved: tensors that the forward pass saved: q, k, v, the bias's tensors and the relative value vectors.
         """
         blocks: _Blocks = ctx.blocks
         needs = ctx.needs_input_grad[1:]

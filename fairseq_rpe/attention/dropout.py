@@ -22,12 +22,12 @@ def keep_block(
     """Return the scaled keep mask of query rows start … stop-1: 0 with probability p, else 1/(1-p).
 
     Args:
-        seed: of the call, from :func:`draw_seed`.
+        seed: seed of the attention call, as :func:`draw_seed` returns it.
         start: first row, a multiple of ROWS.
         stop: end of the rows.
         shape: (B, H, n, m) of the whole attention; the queries are the last n of the m tokens.
         p: probability of dropping a weight.
-        device: of the mask.
+        device: device of the mask and of the generator; other devices draw other masks.
 
     Returns:
         (B, H, stop - start, m - n + stop) float32: the keys that the rows may see.

@@ -30,9 +30,9 @@ from fairseq_rpe.core.score_mod import ScoreMod
 from fairseq_rpe.core.score_mod import score_mod as bias_score_mod
 
 BLOCK = 128  # queries, and keys, of a block of the mask
-HEAD_WIDTHS = range(16, 257)
-MAX_COLUMNS = 1024  # of a table, since what a token reads from it is stored for each token
-CACHED_MASKS = 32
+HEAD_WIDTHS = range(16, 257)  # that the compiled kernel supports
+MAX_COLUMNS = 1024  # largest table of a content bias: the products of a token with all columns are stored
+CACHED_MASKS = 32  # causal block masks of different lengths
 NO_BACKWARD = "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"
 COMPILATIONS = 64  # bias types, dtypes, head widths, with or without gradients; lengths are dynamic
 
@@ -44,7 +44,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
         q: (B, H, n, D); the queries are the last n of the m tokens.
         k: (B, H, m, D).
         v: (B, H, m, D).
-        plan: of the call.
+        plan: positions, bias, padding and documents of the n queries and m keys.
         dropout: must be 0.
 
     Returns:
@@ -127,15 +127,18 @@ def _max_columns(bias: Bias | None) -> int:
 
 @functools.cache
 def _compiled(device: str) -> Callable[..., Any]:
+    """Return FlexAttention for a type of device; "eager" runs it unfused, since a CPU needs no kernel here."""
     backend = "inductor" if device == "cuda" else "eager"
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
 
 
 def _mask(plan: AttentionPlan, q: Tensor, k: Tensor) -> BlockMask:
+    """Return the block mask of causality, padding and documents."""
     n, m = q.shape[2], k.shape[2]
     last = plan.visible_until
     if last is None:
         return _causal_mask(n, m, q.device)
+    # query i is token i + shift; a tensor, since a changed Python number would compile the kernel again
     shift = torch.full((), m - n, device=q.device)
     first = None if plan.last_query is None else _first_blocks(plan.last_query, n)
     return _block_mask(
@@ -149,7 +152,12 @@ def _mask(plan: AttentionPlan, q: Tensor, k: Tensor) -> BlockMask:
 
 
 def _first_blocks(last: Tensor, n: int) -> Tensor:
-    """Return (B, blocks) int32, the first block of keys that a block of queries sees, from last queries (B, m)."""
+    """Return (B, blocks) int32, the first block of keys that each block of queries sees.
+
+    Args:
+        last: (B, m), index of the last query that may see each key.
+        n: number of queries, the last n of the m tokens.
+    """
     m = last.shape[1]
     begin = torch.arange(m - n, m, BLOCK, device=last.device)
     # documents follow one another, so the last query of a key never decreases: a binary search finds the first key
@@ -158,6 +166,7 @@ def _first_blocks(last: Tensor, n: int) -> Tensor:
 
 @functools.lru_cache(maxsize=CACHED_MASKS)
 def _causal_mask(n: int, m: int, device: torch.device) -> BlockMask:
+    """Return the causal block mask of the last n of m tokens."""
     shift = torch.full((), m - n, device=device)
     return _block_mask(n, m, device, lambda b, h, i, j: j <= i + shift, skip_mask_below=True)
 
@@ -175,16 +184,19 @@ def _block_mask(
     Args:
         n: number of queries.
         m: number of keys.
-        device: of the mask.
+        device: device of the mask's tensors.
         visible: function of (batch, head, query, key) indices.
         skip_mask_below: whether blocks below the diagonal are entirely visible, so that ``visible`` is not evaluated.
-        first: of :func:`_first_blocks`, in place of the row's first block.
+        first: first visible block of keys, as :func:`_first_blocks` returns it; None: the row's first block.
     """
-    begin = torch.arange(0, n, BLOCK, dtype=torch.int32, device=device)
+    begin = torch.arange(0, n, BLOCK, dtype=torch.int32, device=device)  # first query of each block
     seen = (torch.clamp(begin + BLOCK, max=n) - 1 + m - n) // BLOCK + 1  # blocks of keys, up to the block's last query
+    # blocks of keys that all queries of the block see entirely
     full = (begin + m - n + 1) // BLOCK if skip_mask_below else torch.zeros_like(begin)
     full = torch.where(begin + BLOCK <= n, full, 0)  # an incomplete last block is evaluated
     blocks = torch.arange(-(-m // BLOCK), dtype=torch.int32, device=device)
+    # from_kv_blocks takes, for each block of queries, how many blocks of keys to read and their indices, these first;
+    # the modulo rotates the list of all blocks so that it begins with them
     if first is not None:
         return BlockMask.from_kv_blocks(
             (seen - first)[:, None],

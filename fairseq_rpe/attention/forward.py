@@ -16,7 +16,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.encodings import Encoding
 
-BiasCache = MutableMapping[int, Any]  # tables and pieces of the encodings while a text is decoded, by id(encoding)
+# by id(encoding): the ToeplitzBias or the PiecewiseLinear from which its bias is computed while a text is decoded
+BiasCache = MutableMapping[int, Any]
 
 
 def positions_from_padding(
@@ -24,22 +25,25 @@ def positions_from_padding(
 ) -> tuple[Positions, Tensor | None]:
     """Return the positions of the last n of m tokens, and the padding that attention must hide.
 
-    Padding at the end of a row needs no mask: causality hides it from every real token. Other padding, and all padding
-    of an encoding that depends on the row's length, is masked and not counted: a padded row has the positions of the
-    same row without padding.
+    Padding at the end of a row needs no mask: causality hides it from every real token. If all padding is there,
+    positions count all tokens, unless the encoding depends on the row's length. Otherwise padding is masked, and
+    positions do not count it: a padded row has the positions of the same row without padding.
 
     Args:
         padding: (B, m) bool, True at tokens that are padding.
         n: number of queries.
         length_dependent: whether the encoding changes with the length of the row.
-        dtype: of the positions, float32 or float64.
+        dtype: dtype of the positions, float32 or float64.
 
     Returns:
         Positions, and the padding (B, m) or None if nothing is to be masked.
     """
     m = padding.shape[1]
     plain = Positions.arange(n, m, device=padding.device, dtype=dtype)
-    if not padding.any() or not (length_dependent or (padding[:, :-1] & ~padding[:, 1:]).any()):
+    if not padding.any():
+        return plain, None
+    has_padding_before_a_token = padding[:, :-1] & ~padding[:, 1:]  # (B, m - 1)
+    if not (length_dependent or has_padding_before_a_token.any()):
         return plain, None
     k = (torch.cumsum(~padding, dim=1) - 1).clamp_min(0).to(dtype)  # (B, m)
     # positions are contiguous if index minus position is one number for all real tokens of a row
@@ -52,19 +56,20 @@ def positions_from_documents(documents: Tensor, dtype: torch.dtype = torch.float
     """Return positions and visibility of rows of several documents, each treated as if it were alone.
 
     Args:
-        documents: (B, n) integers: neighbours with the same number belong to one document. Padding has a number of its
-            own.
-        dtype: of the positions, float32 or float64.
+        documents: (B, n) integers: neighbours with the same number belong to one document. Padding has a number that no
+            document has.
+        dtype: dtype of the positions, float32 or float64.
 
     Returns:
-        Positions that count each document's tokens from 0, and (B, n) int64 index of the last token of each token's
-        document: the last query that may see it.
+        Positions that count the tokens of each document from 0, and (B, n) int64: for each token the index of the last
+        token of its document, which is the last query that may see it.
     """
     n = documents.shape[1]
     index = torch.arange(n, device=documents.device)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = torch.where(begins, index, 0).cummax(1).values  # (B, n), first token of each token's document
+    # a document ends where the next one begins; column 0 begins a document, so the roll also ends the row's last one
     last = torch.where(begins.roll(-1, 1), index, n).flip(1).cummin(1).values.flip(1)
     k = (index - first).to(dtype)
     return Positions(k, k), last
@@ -74,10 +79,10 @@ def check_separable(encoding: Encoding) -> None:
     """Check that an encoding treats a document in a shared row as it treats the document alone.
 
     Args:
-        encoding: of a model.
+        encoding: encoding of a model whose rows hold several documents.
 
     Raises:
-        UserError: it depends on the length of the row, or on the tokens before, which may be of another document.
+        UserError: the encoding depends on the length of the row or on its tokens, which may be of another document.
     """
     name = type(encoding).__name__
     why = "reads the length of the row" if encoding.length_dependent else "reads the tokens of the row"
@@ -96,17 +101,17 @@ def build_plan(
     bias_cache: BiasCache | None = None,
     last_query: Tensor | None = None,
 ) -> AttentionPlan:
-    """Build the plan of a layer with this encoding; its bias is float32 or better, whatever autocast says.
+    """Build the plan of a layer with this encoding; its bias is float32 or better, even under autocast.
 
     Args:
-        encoding: of the layer.
-        positions: of the n queries and m keys.
-        padding: (B, m) bool, or None.
-        backend: that computes attention.
+        encoding: encoding of the layer.
+        positions: positions of the n queries and m keys, in tokens.
+        padding: (B, m) bool, True at tokens to hide, or None.
+        backend: backend that computes attention.
         prune: largest share of a query's attention that may be skipped; 0: exact.
         keys_rotated: whether keys arrive as :func:`rotate_keys` returns them.
-        bias_cache: tables of the text that is being decoded, or None.
-        last_query: of :func:`positions_from_documents`, if documents share a row.
+        bias_cache: cache of the text that is being decoded, which is read and filled; None: no caching.
+        last_query: (B, m) int64, as :func:`positions_from_documents` returns it, or None for one document per row.
     """
     with without_autocast(positions.k):
         positions = encoding.prepare_positions(positions)
@@ -140,26 +145,41 @@ def build_plan(
 
 
 def _cached_bias(encoding: Encoding, positions: Positions, bias_cache: BiasCache) -> Bias | None:
-    """Return the bias of an encoding, with what it is computed from in ``bias_cache``.
+    """Return the bias of an encoding, computed from a cache entry if the encoding's type of bias has one.
 
-    A bias of the distance caches its table with capacity for 2m tokens, a ScaledDistanceBias its pieces on [0, 1] for
-    single queries on a CPU. An entry is computed with the parameters of that moment, as cached keys are, and is valid
-    as long as the cache, that of one decoded text; the model outlives it, so ``id(encoding)`` stays unique. Nothing is
-    cached where gradients are recorded or positions are not even.
+    The entry of a bias of the distance is its table, that of a ScaledDistanceBias its pieces. Nothing is cached where
+    gradients are recorded or positions are not evenly spaced. A cache belongs to one decoded text: its entries are
+    computed with the parameters of that moment, as cached keys are, and the model outlives it, so that
+    ``id(encoding)`` stays unique.
     """
     if torch.is_grad_enabled() or not positions.contiguous or positions.step is None:
         return encoding.position_bias(positions)
+    if encoding.is_distance_bias:
+        return _cached_distance_bias(encoding, positions, positions.step, bias_cache)
+    bias = encoding.position_bias(positions)
+    if isinstance(bias, ScaledDistanceBias) and positions.q.shape[1] == 1 and positions.k.device.type == "cpu":
+        return _cached_single_query_bias(encoding, bias, bias_cache)
+    return bias
+
+
+def _cached_single_query_bias(encoding: Encoding, bias: ScaledDistanceBias, bias_cache: BiasCache) -> Bias:
+    """Return the bias of one query from cached pieces, which cover the whole range [0, 1] of scaled distances."""
+    pieces = bias_cache.get(id(encoding))
+    if not isinstance(pieces, PiecewiseLinear) or pieces.value.dtype != bias.distance_values.dtype:
+        pieces = bias_cache[id(encoding)] = bias.make_pieces(1.0)
+    return last_row_bias(bias, pieces, 1.0)
+
+
+def _cached_distance_bias(encoding: Encoding, positions: Positions, step: float, bias_cache: BiasCache) -> Bias | None:
+    """Return a bias of the distance with a cached table.
+
+    A table that is too short for m keys is replaced by one for 2m, so that it is rarely computed. A table of another
+    step or dtype, or on another device, stays in the cache, and the bias is computed without it.
+    """
     cached = bias_cache.get(id(encoding))
-    if not encoding.is_distance_bias:
-        bias = encoding.position_bias(positions)
-        if not isinstance(bias, ScaledDistanceBias) or positions.q.shape[1] > 1 or positions.k.device.type != "cpu":
-            return bias
-        if not isinstance(cached, PiecewiseLinear) or cached.value.dtype != bias.distance_values.dtype:
-            cached = bias_cache[id(encoding)] = bias.make_pieces(1.0)
-        return last_row_bias(bias, cached, 1.0)
-    m, step, like = positions.k.shape[1], positions.step, positions.k
-    # a table of another step stays in the cache and is passed over below
+    m, like = positions.k.shape[1], positions.k
     if not isinstance(cached, ToeplitzBias) or (cached.step == step and cached.table.shape[1] < m):
+        # positions of 2m tokens, of which the last is the query: all distances that the table may need
         ahead = torch.arange(2 * m, device=like.device, dtype=like.dtype)[None] * step  # (1, 2m)
         bias = encoding.position_bias(Positions(ahead[:, -1:], ahead, step))
         assert isinstance(bias, ToeplitzBias)
@@ -186,15 +206,15 @@ def compute_token_features(x: Tensor, plan: AttentionPlan) -> Tensor | None:
 def run_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0, features: Tensor | None = None
 ) -> Tensor:
-    """Rotate and attend, in as many chunks of queries as the rotation needs to stay within the range of its dtype.
+    """Rotate and attend; queries are split into chunks where the rotation would exceed the range of its dtype.
 
     Args:
         q: (B, H, n, D), not rotated.
         k: (B, H, m, D), not rotated, unless ``plan.keys_rotated``.
         v: (B, H, m, D).
-        plan: of :func:`build_plan`.
+        plan: plan of the layer, as :func:`build_plan` returns it.
         dropout: probability of dropping an attention weight.
-        features: (B, H, m, E) of :func:`compute_token_features`, for an encoding that has some.
+        features: (B, H, m, E), as :func:`compute_token_features` returns them; None for most encodings.
 
     Returns:
         (B, H, n, D) in q's dtype.
@@ -231,6 +251,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _run_chunk(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, features: Tensor | None) -> Tensor:
+    """Rotate and attend in one call; the arguments are those of :func:`run_attention`."""
+    # with rotation regions the backend rotates q and k, once for each region
     if plan.rotate is not None and plan.rotation_regions is None:
         q = plan.rotate(q, plan.positions.q, plan.positions)
         if not plan.keys_rotated:
@@ -247,7 +269,7 @@ def with_content_bias(q: Tensor, k: Tensor, plan: AttentionPlan, features: Tenso
     Args:
         q: (B, H, n, D), rotated.
         k: (B, H, m, D), rotated.
-        plan: of the call.
+        plan: plan of the layer, possibly with ``content_bias``.
         features: (B, H, m, E) token features, or None.
     """
     if plan.content_bias is None:

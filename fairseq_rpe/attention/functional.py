@@ -57,17 +57,17 @@ def attend(
 
     Args:
         q: (B, H, n, D), neither scaled nor rotated.
-        k: (B, H, m, D), in q's dtype and on its device.
+        k: (B, H, m, D), in q's dtype and on q's device.
         v: (B, H, m, D), likewise.
         encoding: what ``fairseq_rpe.build(spec, heads=H, width=H·D)`` returns, or the spec itself, such as
             ``"alibi"``, if it has no learned parameters. An absolute encoding does nothing in attention:
             ``encoding.embed`` adds its vectors at a model's input.
         positions: (m,) or (B, m) of the tokens, at least 0 and never falling, or a ``Positions``; None: 0 … m-1,
-            counted without padding. The spacing of a tensor is computed in each call. A ``Positions`` states its own,
-            and may carry token ids, for encodings that need them. They are float64 if q is.
-        padding: (B, m) bool, True at tokens that nobody may see. Their own outputs are meaningless.
-        documents: (B, n) integers, with n = m: neighbours with the same number belong to one document. A token sees and
-            counts the tokens of its own document only. Padding has a number of its own.
+            counted without padding. The spacing of a tensor is computed in each call; a ``Positions`` states it, and
+            may carry token ids, for encodings that need them. Positions are float64 if q is.
+        padding: (B, m) bool, True at tokens that no query may see. The outputs of these tokens are meaningless.
+        documents: (B, n) integers, with n = m: neighbours with the same number belong to one document. A token sees the
+            tokens of its document only, and its position counts these alone. Padding has a number of no document.
         features: (B, H, m, E), what ``encoding.token_features`` returns for the layer's inputs, for an encoding with
             ``has_token_features``.
         causal: must be True; it documents the call.
@@ -107,7 +107,7 @@ def attend(
     n, m = q.shape[2], k.shape[2]
     check_token_features(module, features, q, m)
     padding = None if padding is None else padding.to(q.device)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = torch.promote_types(q.dtype, torch.float32)  # float16 and bfloat16 cannot represent large positions
     last_query = None
     if documents is not None:
         check_documents(documents, q, m, positions, padding)
@@ -153,7 +153,7 @@ class RelativeAttention(nn.Module):
         length: training length in tokens, for a spec that depends on it.
         dropout: probability of dropping an attention weight in training.
         bias: whether the four projections have a bias.
-        backend: as in ``attend``.
+        backend: ``auto`` or one of ``fairseq_rpe.attention.BACKENDS``.
 
     Raises:
         UserError: an argument is of another type or out of range, heads do not divide the width, the spec is wrong or
@@ -227,25 +227,25 @@ class RelativeAttention(nn.Module):
         padding: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Attend among tokens x; with a cache they continue the tokens in it and are added to it.
+        """Attend among new tokens, and to those in a cache; the new tokens are then added to the cache.
 
         With the cache the result equals that of one pass over all tokens so far. If an encoding depends on the length
         of the row (dynamic NTK, ``factor=auto``), a later token changes what a full pass returns for earlier ones;
         outputs that have been decoded do not change.
 
         Args:
-            x: (B, n, C), the new tokens.
-            cache: of ``new_cache``, the tokens before them.
-            positions: as in ``attend``, of all m tokens, including those in the cache.
-            padding: as in ``attend``, of all m tokens.
-            documents: as in ``attend``, without a cache.
+            x: (B, n, C), embeddings of the n new tokens.
+            cache: cache with the m - n tokens before them, from ``new_cache``, which is changed; None: m = n.
+            positions: (m,) or (B, m) positions of all m tokens, or a ``Positions``, as in ``attend``.
+            padding: (B, m) bool, True at those of all m tokens that no query may see.
+            documents: (B, n) integers, as in ``attend``; not together with a cache.
 
         Returns:
             (B, n, C).
 
         Raises:
             UserError: x is not (B, n, C) in the layer's dtype and on its device, the cache is of another batch or
-                layer, documents come with a cache, or what ``attend`` refuses.
+                layer, documents come with a cache, or ``attend`` refuses the call.
         """
         check_input(x, self.width, getattr(self.q_proj, "weight", None))
         if cache is not None and not isinstance(cache, KVCache):

@@ -7,18 +7,19 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 
-SPARE = 256  # tokens; a step reads all keys anyway, so copying them once in so many steps costs little
+SPARE = 256  # free tokens of a new buffer; a step reads all keys anyway, so a copy every 256 steps costs little
 
 
 class GrowableBuffer:
-    """Memory (B, H, capacity, D) whose first ``used`` tokens are taken; at most a third of it, or ``SPARE``, is free.
+    """Memory (B, H, capacity, D) whose first ``used`` tokens are written; at most a third of it, or ``SPARE``, is free.
 
-    Taken memory is never written again, and tokens are appended only to a tensor that has all that is taken. So a
-    cache may be copied and continued in two ways: the second continuation finds the memory taken and gets its own.
+    Written memory is never written again, and tokens are appended only to a tensor that ends where the written memory
+    ends. So a cache may be copied and continued in two ways: the second continuation finds the memory after its tokens
+    written, and gets a new buffer.
 
     Args:
         memory: (B, H, capacity, D).
-        used: number of tokens in it.
+        used: number of tokens that are written.
     """
 
     def __init__(self, memory: Tensor, used: int) -> None:
@@ -33,7 +34,7 @@ class GrowableBuffer:
         return buffer
 
     def can_append(self, old: Tensor, more: int) -> bool:
-        """Return whether ``old`` is exactly what is taken, and ``more`` tokens fit after it."""
+        """Return whether ``old`` is exactly the written memory, and ``more`` tokens fit after it."""
         memory, used = self.memory, self.used
         return (
             old.data_ptr() == memory.data_ptr()
@@ -63,7 +64,7 @@ def append_tokens(buffer: GrowableBuffer | None, old: Tensor, new: Tensor) -> tu
     differ, the result is torch's own concatenation without a buffer.
 
     Args:
-        buffer: that ``old`` may be a view of, or None.
+        buffer: buffer that ``old`` may be a view of, or None.
         old: (B, H, m, D).
         new: (B, H, n, D).
 
@@ -85,9 +86,9 @@ class KVCache:
         k: (B, H, m, D), or None in a new cache.
         v: (B, H, m, D), or None.
         features: (B, H, m, E) for an encoding that has token features, or None.
-        buffers: memory that k, v and features are views of, or None each; without it, as after assigning k and v, the
-            next step copies them.
-        layer: process, number and encoding of the layer that filled the cache.
+        buffers: buffers that k, v and features are views of. Where one is None, as after an assignment to k, the next
+            step copies the tensor.
+        layer: id of the process, number and encoding of the layer that filled the cache; None in a new cache.
     """
 
     k: Tensor | None = None
@@ -112,11 +113,12 @@ class KVCache:
         """
         if not len(self) or self.layer is None:
             return
-        compared = slice(0, 3) if self.layer[0] == layer[0] else slice(2, 3)
-        if self.layer[compared] != layer[compared]:
+        (cached_process, _, cached_encoding), (process, _, encoding) = self.layer, layer
+        is_same = self.layer == layer if cached_process == process else cached_encoding == encoding
+        if not is_same:
             raise UserError(
-                f"the cache is of another layer, with {self.layer[2]}, and this layer has {layer[2]}: each layer needs "
-                "a cache of its own, of new_cache()"
+                f"the cache is of another layer, with {cached_encoding}, and this layer has {encoding}: each layer "
+                "needs a cache of its own, of new_cache()"
             )
 
     def append(self, layer: tuple[str, int, str], *new: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -22,7 +22,7 @@ class AttentionPlan:
     """The description of one layer's attention call; fields that are hooks have the names of ``Encoding``'s.
 
     Attributes:
-        positions: of the n queries and m keys.
+        positions: positions of the n queries and m keys, in tokens.
         bias: additive bias, or None.
         padding: (B, m) bool, True at keys that nobody may see; None if causality already hides them.
         transform_scores: function of (scores, queries, positions), or None.

@@ -28,14 +28,14 @@ from torch.nn import functional as F
 
 from fairseq_rpe.attention.double_backward import flash_attention
 from fairseq_rpe.attention.plan import AttentionPlan
-from fairseq_rpe.attention.toeplitz_attention import ToeplitzBlocks
+from fairseq_rpe.attention.toeplitz_blocks import ToeplitzBlocks
 from fairseq_rpe.core.bias import ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 
 BLOCK = 256  # queries, and keys, of a block
 SLACK = 1e-3  # for rounding, in nats
 SLACK_OF_SCORE = 1e-5  # for rounding, relative to the largest score that the norms allow
-SLACK_OF_BIAS = 1e-6  # for rounding, relative to the bias
+SLACK_OF_BIAS = 1e-6  # for rounding, relative to each entry of the bias
 
 
 def check_eps(eps: float) -> None:
@@ -52,11 +52,11 @@ def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout:
     """Check that a call can be pruned; backends check the device.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
-        plan: of the call.
-        dropout: of attention weights.
+        q: (B, H, n, D).
+        k: (B, H, m, D).
+        v: (B, H, m, D).
+        plan: plan whose ``prune``, ``bias`` and ``last_query`` are checked.
+        dropout: probability of dropping an attention weight.
 
     Raises:
         UserError: the plan shares rows among documents or has no bias of the distance, or this is training.
@@ -99,21 +99,26 @@ def pruned_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float)
         if near:
             low = offset[:, :, rows] - lse.flip(2)
             first = first_kept_key(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
-            for b, h in (first < near).nonzero().tolist():
-                head, far = (slice(b, b + 1), slice(h, h + 1)), slice(int(first[b, h]), near)
-                idx = (*head, far)
+            # the retained far keys differ between heads, so each head has a call of its own
+            for row, head in (first < near).nonzero().tolist():
+                row_slice, head_slice = slice(row, row + 1), slice(head, head + 1)
+                query_idx, far = (row_slice, head_slice), slice(int(first[row, head]), near)
+                key_idx = (*query_idx, far)
                 far_out, far_lse = _partial_attention(
-                    block_q[head], k[idx], v[idx], mask[:, head[1], :, far], may_mask_past
+                    block_q[query_idx], k[key_idx], v[key_idx], mask[:, head_slice, :, far], may_mask_past
                 )
                 # means weighted by exp(lse); a query that sees no key has -inf twice and an output of 0
-                share = (far_lse - lse[head]).sigmoid().masked_fill(far_lse == float("-inf"), 0.0)
-                block_out[head] = torch.lerp(block_out[head], far_out, share[..., None])
+                share = (far_lse - lse[query_idx]).sigmoid().masked_fill(far_lse == float("-inf"), 0.0)
+                block_out[query_idx] = torch.lerp(block_out[query_idx], far_out, share[..., None])
         out[:, :, rows] = block_out.flip(2)
     return out
 
 
 def _partial_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, may_mask_past: bool) -> tuple[Tensor, Tensor]:
-    """Return output (B, H, R, D) and log-sum-exp (B, H, R) over some keys; -inf, not the kernel's 0, of no key."""
+    """Return output (B, H, R, D) and log-sum-exp (B, H, R) over some keys.
+
+    The log-sum-exp is -inf for a query that sees none of them, where torch's kernel returns 0.
+    """
     out, lse = flash_attention(q, k, v, 0.0, False, attn_mask=bias)
     if may_mask_past:
         lse = lse.masked_fill((bias == float("-inf")).all(-1), float("-inf"))
@@ -171,7 +176,7 @@ def first_kept_key(low: Tensor, norm: Tensor, radius: Tensor, tail: Tensor, bloc
         low: (B, H, R) q_i·m/√D with the slack, less the log-sum-exp of the nearest keys.
         norm: (B, H, R) |q_i|/√D.
         radius: (B, H, J) of the J blocks of keys before the nearest.
-        tail: of :func:`block_bias_bounds`.
+        tail: upper bounds of the bias by distance in blocks, as :func:`block_bias_bounds` returns them.
         block: number of the block of queries.
         eps: largest share of a query's weights that may be skipped.
     """

@@ -1,4 +1,8 @@
-"""Plain dense attention: the specification that every other backend is tested against."""
+"""Plain dense attention: the specification that every other backend is tested against.
+
+Queries and keys arrive rotated for their positions. The exception is a plan with rotation regions: queries and keys
+then arrive unrotated, and :func:`scores_by_region` rotates them for each region.
+"""
 
 from collections.abc import Callable
 
@@ -16,10 +20,11 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: flo
     """Compute softmax(q·kᵀ / sqrt(D) + bias) v, causal, in float32 or better with an n×m matrix.
 
     Args:
-        q: (B, H, n, D); the queries are the last n of the m tokens.
-        k: (B, H, m, D).
+        q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set; the queries are the last n of the m tokens.
+        k: (B, H, m, D), rotated as q is.
         v: (B, H, m, D).
-        plan: positions, bias, padding, and the encoding's ``transform_scores`` and ``relative_values``.
+        plan: positions, bias and padding of the n queries and m keys, and the encoding's ``transform_scores`` and
+            ``relative_values``.
         dropout: probability of dropping an attention weight; 0 outside training.
 
     Returns:
@@ -35,6 +40,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: flo
     return weighted_sum(attention_weights(q, k, plan), v, keep, plan)
 
 
+# The sdpa backend calls the functions below for blocks of queries. It passes ``materialize`` and ``sum_values`` of its
+# own, which compute the same by shifts instead of gathers, and leaves the definition of attention to this file.
+
+
 def weighted_sum(
     weights: Tensor,
     v: Tensor,
@@ -47,9 +56,9 @@ def weighted_sum(
     Args:
         weights: (B, H, n, m).
         v: (B, H, m, D).
-        keep: (B, H, n, m) scaled dropout mask, or None.
-        plan: of the call.
-        sum_values: equivalent of :func:`sum_relative_values`, which is the default.
+        keep: (B, H, n, m) dropout mask, 0 or 1/(1-p) for each weight, or None.
+        plan: positions of the n queries and m keys, and the relative values, if any.
+        sum_values: faster equivalent of :func:`sum_relative_values`, with the same arguments; None: that function.
 
     Returns:
         (B, H, n, D) in v's dtype.
@@ -62,22 +71,27 @@ def weighted_sum(
 
 
 def sum_relative_values(weights: Tensor, values: RelativeValues, plan: AttentionPlan) -> Tensor:
-    """Return Σ_j weights[b, h, i, j] · vectors[h, c(i, j)], adding up the weights of each column c first.
+    """Return Σ_j weights[b, h, i, j] · vectors[h, c(i, j)]: the relative value vectors, summed by attention weights.
+
+    c(i, j) is the column of the table for the distance from key j to query i, see ``core.bias.table_index``. There are
+    only R columns, so the weights of each column are added up first; no (n, m, D) tensor is stored.
 
     Args:
         weights: (B, H, n, m).
-        values: the relative value vectors (H or 1, R, D).
-        plan: with the positions.
+        values: table of R relative value vectors (H or 1, R, D).
+        plan: positions of the n queries and m keys.
 
     Returns:
         (B, H, n, D).
     """
-    column = table_index(values, plan.positions.q, plan.positions.k)[:, None].expand(weights.shape)
-    by_column = weights.new_zeros(*weights.shape[:3], values.vectors.shape[1]).scatter_add(3, column, weights)
-    return torch.matmul(by_column, values.vectors.to(weights.dtype))  # (B, H, n, R) · (H or 1, R, D)
+    column = table_index(values, plan.positions.q, plan.positions.k)[:, None].expand(weights.shape)  # (B, H, n, m)
+    zeros = weights.new_zeros(*weights.shape[:3], values.num_columns)
+    column_weights = zeros.scatter_add(3, column, weights)  # (B, H, n, R)
+    return torch.matmul(column_weights, values.vectors.to(weights.dtype))  # (B, H, n, R) · (H or 1, R, D)
 
 
 def _materialize(bias: Bias, pos: Positions) -> Tensor:
+    """Return the dense bias (B or 1, H or 1, n, m)."""
     return bias.materialize(pos)
 
 
@@ -87,10 +101,11 @@ def attention_scores(
     """Return q·kᵀ / sqrt(D) + bias (B, H, n, m) in float32 or better; -inf where a query does not see a key.
 
     Args:
-        q: (B, H, n, D).
-        k: (B, H, m, D).
-        plan: of the call.
-        materialize: function of (bias, positions) that returns the bias (B or 1, H, n, m).
+        q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set.
+        k: (B, H, m, D), rotated as q is.
+        plan: positions, bias, visibility and ``transform_scores`` of the n queries and m keys.
+        materialize: function of (bias, positions) that returns the dense bias (B or 1, H or 1, n, m), such as a faster
+            equivalent of ``bias.materialize``, the default.
     """
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -102,12 +117,26 @@ def attention_scores(
         scores = scores + materialize(plan.bias, plan.positions).to(wide)
     hidden = ~plan.visibility(n, m, q.device)  # (B or 1, 1, n, m)
     if plan.transform_scores is not None:
+        # the transform must see hidden keys as -inf, since it may sum over keys; its own output for them is arbitrary,
+        # so they are hidden again below
         scores = plan.transform_scores(scores.masked_fill(hidden, float("-inf")), q.to(wide), plan.positions)
     return scores.masked_fill(hidden, float("-inf"))
 
 
 def scores_by_region(q: Tensor, k: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return q·kᵀ / sqrt(D) (B, H, n, m), each pair rotated as in its region; -inf where a pair is in no region."""
+    """Return the scores q·kᵀ / sqrt(D), each pair rotated for its region.
+
+    A rotation region is a set of (query, key) pairs with positions for which the queries and keys of these pairs are
+    rotated. A pair that causality allows is in at most one region.
+
+    Args:
+        q: (B, H, n, D), not rotated.
+        k: (B, H, m, D), not rotated.
+        plan: positions of the n queries and m keys, ``rotate`` and the regions.
+
+    Returns:
+        (B, H, n, m), -inf where a pair is in no region.
+    """
     pos, scores = plan.positions, q.new_full((*q.shape[:3], k.shape[2]), float("-inf"))
     assert plan.rotate is not None and plan.rotation_regions is not None
     for region in plan.rotation_regions:
@@ -120,7 +149,8 @@ def scores_by_region(q: Tensor, k: Tensor, plan: AttentionPlan) -> Tensor:
 def attention_weights(
     q: Tensor, k: Tensor, plan: AttentionPlan, materialize: Callable[[Bias, Positions], Tensor] = _materialize
 ) -> Tensor:
-    """Return the softmax of :func:`attention_scores`; 0 where a query sees no key at all."""
+    """Return the softmax (B, H, n, m) of :func:`attention_scores` of these arguments; 0 where a query sees no key."""
     scores = attention_scores(q, k, plan, materialize)
+    # the softmax of a row of -inf is NaN, so such a row is replaced by zeros before it and set to 0 after it
     empty = (scores == float("-inf")).all(dim=-1, keepdim=True)  # (B, H, n, 1)
     return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

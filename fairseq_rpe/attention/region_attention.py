@@ -28,7 +28,7 @@ def attend_by_region(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropo
         q: (B, H, n, D), not rotated.
         k: (B, H, m, D), not rotated.
         v: (B, H, m, D).
-        plan: of the call.
+        plan: plan with ``rotate`` and ``rotation_regions``, for n queries and m keys.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -44,6 +44,7 @@ def attend_by_region(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropo
     if not rotated:  # no pair is in any region
         return torch.zeros_like(q)
     tensors = (v, *(x for _, region_q, region_k in rotated for x in (region_q, region_k)))
+    # torch's kernel returns the log-sum-exp that merges regions, but no gradient of it
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     block_count = -(-q.shape[2] // QUERY_BLOCK)
     if q.device.type == "cpu" and dropout == 0 and not needs_grad:
@@ -96,7 +97,7 @@ def _eager_block(
         scores = products * q.shape[3] ** -0.5  # (B, H, R, K)
         region_scores.append(scores.masked_fill(~_visibility(plan, key_range, queries, keys), float("-inf")))
         region_keys.append(keys)
-    # one softmax over the keys of all regions side by side; a key may be in several, but a pair is in one
+    # one softmax over the keys of all regions side by side; a key may be in several regions, but a pair is in one
     all_scores = torch.cat(region_scores, dim=-1)
     empty = (all_scores == float("-inf")).all(-1, keepdim=True)
     weights = all_scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
@@ -107,6 +108,7 @@ def _eager_block(
 
 
 def _block_queries(plan: AttentionPlan, number: int) -> slice:
+    """Return the queries of block ``number``."""
     return slice(number * QUERY_BLOCK, min((number + 1) * QUERY_BLOCK, plan.positions.q.shape[1]))
 
 
@@ -120,6 +122,7 @@ def _visibility(plan: AttentionPlan, key_range: KeyRange, queries: slice, keys: 
     pos = plan.positions
     i, j = pos.q[:, None, queries, None], pos.k[:, None, None, keys]
     before = pos.k.shape[1] - pos.q.shape[1]
+    # index of each query among the m tokens
     rows = torch.arange(before + queries.start, before + queries.stop, device=i.device)[:, None]
     seen = key_range.region.covers(i, j) & (torch.arange(keys.start, keys.stop, device=i.device) <= rows)
     if plan.last_query is not None:

@@ -34,8 +34,8 @@ def sum_relative_values_fast(weights: Tensor, values: RelativeValues, plan: Atte
 
     Args:
         weights: (B, H, n, m), 0 in the future.
-        values: the relative value vectors.
-        plan: with the positions.
+        values: table of R relative value vectors (H or 1, R, D).
+        plan: positions of the n queries and m keys.
 
     Returns:
         (B, H, n, D).

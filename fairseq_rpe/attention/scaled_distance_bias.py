@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fairseq_rpe.attention.double_backward import causal_bias
 from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.attention.relative_shift import along_diagonals, diagonal_sums
-from fairseq_rpe.attention.toeplitz_attention import ToeplitzBlocks
+from fairseq_rpe.attention.toeplitz_blocks import ToeplitzBlocks
 from fairseq_rpe.core.bias import Bias, DenseBias, PiecewiseLinear, ScaledDistanceBias
 
 MIN_GAP = 16  # distances between two bands; closer ones are joined

@@ -6,7 +6,7 @@ one vector of length 2n. Blocks of a few hundred rows against the keys that they
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from fairseq_rpe.attention.reference import attention_weights, weighted_sum
 from fairseq_rpe.attention.region_attention import attend_by_region
 from fairseq_rpe.attention.relative_shift import materialize_fast, sum_relative_values_fast
 from fairseq_rpe.attention.scaled_distance_bias import ScaledDistanceBlocks, visible_pieces
-from fairseq_rpe.attention.toeplitz_attention import DENSE_TOKENS, BlockAttention, ToeplitzBlocks
+from fairseq_rpe.attention.toeplitz_attention import DENSE_TOKENS, BlockAttention
+from fairseq_rpe.attention.toeplitz_blocks import ToeplitzBlocks
 from fairseq_rpe.core.bias import Bias, ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
@@ -37,10 +38,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
     Whatever depends on the tokens is computed in blocks of queries, and again in the backward pass.
 
     Args:
-        q: (B, H, n, D); the queries are the last n of the m tokens.
-        k: (B, H, m, D).
+        q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set; the queries are the last n of the m tokens.
+        k: (B, H, m, D), rotated as q is.
         v: (B, H, m, D).
-        plan: of the call.
+        plan: positions, bias, padding, pruning and hooks for the n queries and m keys.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -55,8 +56,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
     n, m = q.shape[2], k.shape[2]
     if plan.last_query is not None and _splits_documents(q, plan, dropout):
         return _attend_by_document(q, k, v, plan)
-    structure = _structured_bias(plan, n, m)
-    if structure is not None:
+    block_bias = _block_bias(plan, n, m)
+    if block_bias is not None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     if plan.prune:
         check_pruning(q, k, v, plan, dropout)
@@ -64,37 +65,55 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
             raise UserError(
                 f"backend 'sdpa' prunes on the CPU, not on '{q.device.type}': evaluate there, with 'triton' or unpruned"
             )
-        if structure is not None:
-            return pruned_attention(q, k, v, structure[1], plan.prune)
-    if structure is None:
+        if block_bias is not None:
+            (table,) = block_bias.tensors
+            return pruned_attention(q, k, v, table, plan.prune)
+    if block_bias is None:
         single = n == 1 and dropout == 0 and plan.transform_scores is None and plan.relative_values is None
         return (_attend_single_query if single else _attend_in_blocks)(q, k, v, plan, dropout)
-    short, gradients = n <= DENSE_TOKENS and q.device.type == "cpu", torch.is_grad_enabled()
+    is_short, records_graph = n <= DENSE_TOKENS and q.device.type == "cpu", torch.is_grad_enabled()
     # float32 with gradients: the kernel's backward pass of short texts takes up to three times as long in bfloat16
     wide = torch.promote_types(q.dtype, torch.float32)
-    dtype = wide if short and gradients else q.dtype
+    dtype = wide if is_short and records_graph else q.dtype
     if plan.bias is None and dropout == 0:
         return fused_attention(q.to(dtype), k.to(dtype), v.to(dtype), causal=True).to(q.dtype)
-    if dropout == 0 and short and structure[0] is ToeplitzBlocks and not (gradients and structure[1].requires_grad):
-        mask = plan.dense_bias.to(wide)
+    needs_bias_grad = records_graph and any(x.requires_grad for x in block_bias.tensors)
+    if dropout == 0 and is_short and block_bias.blocks is ToeplitzBlocks and not needs_bias_grad:
+        mask = plan.dense_bias.to(wide)  # all layers share the plan's matrix, which has no gradient
         return fused_attention(q.to(dtype), k.to(dtype), v.to(dtype), mask).to(q.dtype)
-    out: Tensor = BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *structure)
+    seed = draw_seed() if dropout > 0 else 0
+    out: Tensor = BlockAttention.apply(q, k, v, dropout, seed, block_bias.blocks, *block_bias.tensors)
     return out
 
 
-def _structured_bias(plan: AttentionPlan, n: int, m: int) -> tuple[Any, ...] | None:
-    """Return the block class of a bias and its tensors, or None if the bias takes n² numbers."""
+class _BlockBias(NamedTuple):
+    """How to compute a bias block by block.
+
+    Attributes:
+        blocks: class that computes the blocks.
+        tensors: tensors that the class computes them from; none without a bias.
+    """
+
+    blocks: type[ToeplitzBlocks]
+    tensors: tuple[Tensor, ...]
+
+
+def _block_bias(plan: AttentionPlan, n: int, m: int) -> _BlockBias | None:
+    """Return how to compute the bias in O(n) memory; None if that is not possible, or not faster.
+
+    It is possible for plain causal attention of several tokens to themselves, if the bias is one of distances.
+    """
     bias = plan.bias
     if plan.padding is not None or plan.last_query is not None or n != m or n == 1 or plan.is_content_dependent:
         return None
     if bias is None:
-        return (ToeplitzBlocks,)
+        return _BlockBias(ToeplitzBlocks, ())
     if isinstance(bias, ToeplitzBias) and is_evenly_spaced(bias, plan.positions):
-        return ToeplitzBlocks, table_by_distance(bias, n)
+        return _BlockBias(ToeplitzBlocks, (table_by_distance(bias, n),))
     if isinstance(bias, ScaledDistanceBias) and len(bias.query_scale) == 1 and n >= CURVE_TOKENS:
         pieces = visible_pieces(bias, plan)
         lines = pieces.value, pieces.slope, bias.distance_values, bias.query_scale[0]
-        return ScaledDistanceBlocks, *lines, pieces.breakpoints, pieces.midpoints
+        return _BlockBias(ScaledDistanceBlocks, (*lines, pieces.breakpoints, pieces.midpoints))
     return None
 
 

@@ -1,20 +1,20 @@
 """Causal attention whose bias is computed in blocks of query rows, in O(n) memory, forward and backward.
 
-The rows of a block are reversed. Entry (r, j) of a block then belongs to a distance that depends on r + j alone. So a
-bias of the distance is a strided view (row stride 1, column stride 1) of one vector, and its gradient is a column sum
-of a skewed view of the block (see ``relative_shift``). Up to ``DENSE_TOKENS`` tokens on a CPU the bias is one dense
-matrix per head instead.
+The bias of a block comes from ``toeplitz_blocks``, whose blocks have their query rows reversed. On a CPU, texts of at
+most ``DENSE_TOKENS`` tokens have one dense bias matrix per head instead.
+
+The comments use these sizes: B rows of the batch, H heads, n queries and keys, D elements of a head; b rows of the
+batch and h heads of a group, R queries of a block, M keys up to the block's last query.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fairseq_rpe.attention.double_backward import (
-    causal_bias,
     contiguous_rows,
     dense_attention,
     differentiable_gradients,
@@ -22,96 +22,82 @@ from fairseq_rpe.attention.double_backward import (
     flash_attention_backward,
 )
 from fairseq_rpe.attention.dropout import ROWS, keep_block
-from fairseq_rpe.attention.plan import dense_from_table
-from fairseq_rpe.attention.relative_shift import diagonal_sums, distance_view
+from fairseq_rpe.attention.toeplitz_blocks import ToeplitzBlocks
 
-LOG2E = math.log2(math.e)  # exp(x) = exp2(x · LOG2E), and exp2 takes a CPU a quarter of the time of exp
+LOG2E = math.log2(math.e)  # exp(x) = exp2(x · LOG2E); on a CPU exp2 takes a quarter of the time of exp
 FORWARD_ROWS, BACKWARD_ROWS = 256, 128  # multiples of dropout.ROWS, so that blocks draw whole blocks of the mask
 FAR_ROWS = 1024  # rows that share one call for the keys before them: torch's kernel uses larger tiles from 768 rows on
-MAX_HEADS = 8  # heads at a time, one for each thread, where that is more than GROUP_ELEMENTS scores
-GROUP_ELEMENTS = 1 << 19  # scores per group on a CPU, so that they stay in its cache
-DEVICE_GROUP_ELEMENTS = 1 << 25  # scores per group elsewhere, where small operations cost as much as large ones
+GROUP_ELEMENTS = 1 << 19  # scores of a group on a CPU, so that they stay in its cache
+DEVICE_GROUP_ELEMENTS = 1 << 25  # scores of a group elsewhere, where small operations cost as much as large ones
+MAX_HEADS = 8  # a group has one head for each thread, up to this number, even if that exceeds GROUP_ELEMENTS
 DENSE_TOKENS = 128  # longest text with a dense bias: a matrix is at most twice a head's keys of width 64
-DENSE_GROUP_ELEMENTS = (
-    1 << 18
-)  # scores per group of the dense path: with their gradients they stay in two cores' caches
+# scores of a group of the dense path: with their gradients they stay in two cores' caches
+DENSE_GROUP_ELEMENTS = 1 << 18
 assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
 
-KernelCall = tuple[slice, slice]  # query rows and keys of one call of torch's kernel
+
+class _ForwardTensors(NamedTuple):
+    """Inputs and results of the forward pass: (B, H, n, D), and the log-sum-exp of the scores (B, H, n)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
-class ToeplitzBlocks:
-    """The bias ``bias[h, i, j] = table[h, i - j]`` block by block, and the gradient of the table.
+class _KernelCall(NamedTuple):
+    """Query rows and keys of one call of torch's kernel."""
 
-    Subclasses compute other biases from other tensors.
-
-    Args:
-        n: number of queries and keys.
-        like: the queries (B, H, n, D), for device, dtype and H.
-        table: (H, n) of the distances 0 … n-1, or None for no bias.
-
-    Attributes:
-        is_computed: a block is computed into a buffer rather than a view, so callers take a few heads at a time.
-        may_mask_past: entries of the past may be -inf, so that a query may see none of some keys.
-    """
-
-    is_computed = False
-
-    def __init__(self, n: int, like: Tensor, table: Tensor | None = None) -> None:
-        self.n, self.table = n, table
-        wide = torch.promote_types(like.dtype, torch.float32)
-        # (H, 2n): entry x holds the bias of distance n-1-x, and -inf where that distance is in the future
-        self.vector = like.new_full((like.shape[1], 2 * n), float("-inf"), dtype=wide)
-        self.vector[:, :n] = 0.0 if table is None else table.detach().flip(1)
-        self.grad_sum = torch.zeros_like(self.vector)
+    rows: slice
+    keys: slice
 
     @property
-    def may_mask_past(self) -> bool:
-        """Whether a query may see none of some past keys."""
-        return self.table is not None and bool(torch.isneginf(self.table).any())
+    def is_far(self) -> bool:
+        """Whether the keys are those before all rows of the group."""
+        return self.keys.stop < self.rows.stop
 
-    @staticmethod
-    def dense_formula(n: int, like: Tensor, *tensors: Tensor) -> Tensor:
-        """Return the bias (n, n) or (H, n, n) by differentiable operations on ``tensors``; -inf in the future."""
-        return dense_from_table(tensors[0]) if tensors else causal_bias(n, n, like)
 
-    def block(self, start: int, stop: int, heads: slice) -> Tensor:
-        """Return the bias of queries start … stop-1 and keys 0 … stop-1 for some heads.
+class _KernelGroup(NamedTuple):
+    """Query rows and heads that are computed together, by several calls of torch's kernel."""
 
-        Returns:
-            (h, R, stop) with R = stop - start: row r is query stop-1-r, column j is key j, -inf in the future. The
-            memory is valid until the next call.
-        """
-        return distance_view(self.vector[heads], self.n, start, stop)
+    rows: slice
+    heads: slice
+    calls: list[_KernelCall]
 
-    def full_bias(self) -> Tensor:
-        """Return the bias (H, n, n) of all queries and keys, queries in their order."""
-        return self.block(0, self.n, slice(None)).flip(1)
+    def reversed_rows(self, call: _KernelCall) -> slice:
+        """Return the rows of a call as indices into the group's rows in reversed order."""
+        return slice(self.rows.stop - call.rows.stop, self.rows.stop - call.rows.start)
 
-    def accumulate_gradient(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
-        """Add the gradient of the block that :meth:`block` returned last.
 
-        Args:
-            grads: (B, h, R, stop), zero in the future; may be overwritten.
-            start: first query of the block.
-            stop: end of the block's queries.
-            heads: the block's heads.
-        """
-        # column y of the diagonal sums is distance stop-1-y, which is entry n-stop+y of the vector
-        self.grad_sum[heads, self.n - stop : self.n] += diagonal_sums(grads).sum(0)
+class _BackwardRows(NamedTuple):
+    """What the backward pass needs of a block of queries, the last query first.
 
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors of the bias, after every block has been accumulated."""
-        return (None if self.table is None else self.grad_sum[:, : self.n].flip(1).to(self.table.dtype),)
+    Attributes:
+        grad: (B, H, R, D), gradient of the output.
+        q: (B, H, R, D), times 1/sqrt(D).
+        lse: (B, H, R), log-sum-exp of the scores.
+        minus_delta: (B, H, R, 1), -Σ_d dO·O.
+        keep: (B, H, R, M) scaled dropout mask, or None.
+        dq: (B, H, R, D), into which the gradient of the queries is written, less the factor 1/sqrt(D).
+    """
+
+    grad: Tensor
+    q: Tensor
+    lse: Tensor
+    minus_delta: Tensor
+    keep: Tensor | None
+    dq: Tensor
 
 
 def _chunks(stop: int, size: int, start: int = 0) -> Iterator[slice]:
+    """Yield the slices of ``size`` indices, the last one of fewer, from ``start`` to ``stop``."""
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
 
 
 class BlockAttention(torch.autograd.Function):
-    """softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
+    """Computes softmax(q·kᵀ/sqrt(D) + bias) v, where query i sees the keys j <= i.
 
     The backward pass recomputes the weights from the saved log-sum-exp, in float32 or better. Second derivatives are
     those of the dense formula, in O(n²) memory.
@@ -131,14 +117,14 @@ class BlockAttention(torch.autograd.Function):
         """Compute the output.
 
         Args:
-            ctx: of autograd.
+            ctx: autograd's context.
             q: (B, H, n, D), as :func:`contiguous_rows` returns it.
             k: (B, H, n, D), likewise.
             v: (B, H, n, D), likewise.
             dropout: probability of dropping a weight.
-            seed: of the dropout mask, see ``dropout.keep_block``.
-            bias_class: class that computes the bias.
-            tensors: what ``bias_class`` computes it from.
+            seed: seed of the dropout mask, see ``dropout.keep_block``.
+            bias_class: class that computes the bias; :class:`ToeplitzBlocks` or a subclass.
+            tensors: tensors that ``bias_class`` is created from, in the order of its arguments.
 
         Returns:
             (B, H, n, D) in q's dtype.
@@ -150,7 +136,7 @@ class BlockAttention(torch.autograd.Function):
             out, lse = flash_attention(q, k, v, 0.0, False, attn_mask=bias.full_bias()[None])
         elif q.device.type == "cpu" and dropout == 0:
             for group in _kernel_groups(q, bias):
-                _fused_forward((q, k, v, out, lse), bias, *group)
+                _fused_forward(_ForwardTensors(q, k, v, out, lse), bias, group)
         else:
             _eager_forward(q, k, v, bias, out, lse, dropout, seed)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
@@ -163,6 +149,7 @@ class BlockAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # may be unpacked only once, under activation checkpointing
         q, k, v, _, _, *tensors = saved
         bias_class, dropout, seed, n = ctx.bias_class, ctx.dropout, ctx.seed, q.shape[2]
+        # of q, k, v and the tensors of the bias; inputs 3 to 5 are dropout, seed and the bias class
         needs = *ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:]
 
         def formula(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
@@ -175,99 +162,113 @@ class BlockAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None, *bias_grads
 
     @staticmethod
-    def gradients(ctx: Any, grad: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and the tensors of the bias.
 
         Args:
-            ctx: of the forward pass.
+            ctx: autograd's context, as the forward pass left it.
             grad: (B, H, n, D), gradient of the output.
-            inputs: the saved tensors of the forward pass.
+            saved: q, k, v, the output, the log-sum-exp and the tensors of the bias, as the forward pass saved them.
+
+        Returns:
+            The gradients of q, k and v, and those of the tensors of the bias, None where none is needed.
         """
-        q, k, v, out, lse, *tensors = inputs
+        q, k, v, out, lse, *tensors = saved
         bias: ToeplitzBlocks = ctx.bias_class(q.shape[2], q, *tensors)
         needs_bias_grad = any(ctx.needs_input_grad[6:])
-        saved = contiguous_rows(grad), q, k, v, out, lse
+        grad, forward = contiguous_rows(grad), _ForwardTensors(q, k, v, out, lse)
         if _is_short(q) and (needs_bias_grad or ctx.dropout > 0):
             keep = _keep_mask(ctx.seed, 0, q.shape[2], q, ctx.dropout)
-            dq, dk, dv, dbias = _dense_backward(saved, bias.full_bias(), keep, needs_bias_grad)
+            dq, dk, dv, dbias = _dense_backward(grad, forward, bias.full_bias(), keep, needs_bias_grad)
             if dbias is not None:
-                # (H, n, n) -> (1, H, n, n) with reversed rows: the one block that has all rows
+                # (H, n, n) -> (1, H, n, n) with reversed rows, the block of all rows
                 bias.accumulate_gradient(dbias.flip(1)[None], 0, q.shape[2], slice(None))
         elif q.device.type == "cpu" and ctx.dropout == 0 and not needs_bias_grad:
-            dq, dk, dv = _fused_backward(saved, bias)
+            dq, dk, dv = _fused_backward(grad, forward, bias)
         else:
-            dq, dk, dv = _eager_backward(saved, bias, ctx.dropout, ctx.seed, needs_bias_grad)
+            dq, dk, dv = _EagerBackward(grad, forward, bias, ctx.dropout, ctx.seed, needs_bias_grad).compute()
         bias_grads = bias.gradients() if needs_bias_grad else [None] * len(tensors)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *bias_grads
 
 
-def _kernel_groups(q: Tensor, bias: ToeplitzBlocks) -> Iterator[tuple[slice, slice, list[KernelCall]]]:
-    """Yield groups of (rows, heads, kernel calls); if keys before ``rows`` have a call of their own, it comes first."""
+def _kernel_groups(q: Tensor, bias: ToeplitzBlocks) -> Iterator[_KernelGroup]:
+    """Yield the groups of query rows and heads, with the calls of torch's kernel that compute them.
+
+    Each call has a block of rows and the keys up to the last of them. In a long text, all rows of a group share one
+    more call for the keys before them, which comes first; the calls of the blocks then have the other keys alone.
+    """
     batch, heads, n, _ = q.shape
     # heads that keep all threads busy; more of them would only make the results of a call larger
     busy_heads = -(-2 * torch.get_num_threads() // batch)
+    # a computed bias is stored, and smaller blocks of it stay in the cache; the results of two calls cannot be merged
+    # if the scores of one of them may all be -inf
     splits_keys = n > FAR_ROWS and not bias.is_computed and not bias.may_mask_past
     for rows in _chunks(n, FORWARD_ROWS if bias.is_computed else FAR_ROWS):
         first_key = rows.start if splits_keys else 0
-        calls = [(block, slice(first_key, block.stop)) for block in _chunks(rows.stop, FORWARD_ROWS, rows.start)]
+        blocks = _chunks(rows.stop, FORWARD_ROWS, rows.start)
+        calls = [_KernelCall(block, slice(first_key, block.stop)) for block in blocks]
         if first_key:
-            calls.insert(0, (rows, slice(0, first_key)))
+            calls.insert(0, _KernelCall(rows, slice(0, first_key)))
         group_heads = heads
         if bias.is_computed:
             group_heads = _heads_per_group(rows, q.device)
         elif n > FAR_ROWS:
             group_heads = busy_heads
         for head_slice in _chunks(heads, group_heads):
-            yield rows, head_slice, calls
+            yield _KernelGroup(rows, head_slice, calls)
 
 
-def _fused_forward(
-    saved: tuple[Tensor, ...], bias: ToeplitzBlocks, rows: slice, head_slice: slice, calls: list[KernelCall]
-) -> None:
-    """Write output and log-sum-exp of one of :func:`_kernel_groups`; a function, so that its temporaries are freed."""
-    q, k, v, out, lse = saved
-    reversed_q = q[:, head_slice, rows].flip(2)  # (B, h, R, D), the last query first
-    for block_rows, keys in calls:
-        in_block = slice(rows.stop - block_rows.stop, rows.stop - block_rows.start)  # the same rows, reversed
-        mask = bias.block(block_rows.start, block_rows.stop, head_slice)[None][..., keys]  # (1, h, R', K)
+def _fused_forward(tensors: _ForwardTensors, bias: ToeplitzBlocks, group: _KernelGroup) -> None:
+    """Write output and log-sum-exp of a group by torch's kernel; a function, so that its temporaries are freed."""
+    q, k, v, out, lse = tensors
+    reversed_q = q[:, group.heads, group.rows].flip(2)  # (B, h, R, D), the last query first
+    for call in group.calls:
+        in_group, keys = group.reversed_rows(call), call.keys
+        mask = bias.block(call.rows.start, call.rows.stop, group.heads)[None][..., keys]  # (1, h, R', K)
         block_out, block_lse = flash_attention(
-            reversed_q[:, :, in_block], k[:, head_slice, keys], v[:, head_slice, keys], 0.0, False, attn_mask=mask
+            reversed_q[:, :, in_group], k[:, group.heads, keys], v[:, group.heads, keys], 0.0, False, attn_mask=mask
         )  # (B, h, R', D), (B, h, R')
-        if keys.stop < block_rows.stop:  # the keys before all rows: merged with those of each block below
+        if call.is_far:  # the group's first call; its results are merged with those of each block below
             far_out, far_lse = block_out.to(lse.dtype), block_lse
             continue
         if keys.start:
-            # softmax over both sets of keys: means weighted by exp(lse), and sigmoid(a - b) = eᵃ / (eᵃ + eᵇ)
-            rows_far_lse = far_lse[:, :, in_block]
-            far_weight = (rows_far_lse - block_lse).sigmoid_()[..., None]
-            block_out = block_out.to(lse.dtype).lerp_(far_out[:, :, in_block], far_weight)
-            block_lse = torch.logaddexp(block_lse, rows_far_lse)
-        out[:, head_slice, block_rows] = block_out.flip(2)
-        lse[:, head_slice, block_rows] = block_lse.flip(2)
+            block_out, block_lse = _merge_softmax(
+                block_out.to(lse.dtype), block_lse, far_out[:, :, in_group], far_lse[:, :, in_group]
+            )
+        out[:, group.heads, call.rows] = block_out.flip(2)
+        lse[:, group.heads, call.rows] = block_lse.flip(2)
 
 
-def _fused_backward(saved: tuple[Tensor, ...], bias: ToeplitzBlocks) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of a bias without a gradient: torch's kernel is faster and never stores the scores."""
-    grad, q, k, v, out, lse = saved
+def _merge_softmax(near_out: Tensor, near_lse: Tensor, far_out: Tensor, far_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp over both of two sets of keys, overwriting ``near_out``.
+
+    The output is the mean of both outputs weighted by exp(lse), and sigmoid(a - b) = eᵃ / (eᵃ + eᵇ).
+    """
+    far_weight = (far_lse - near_lse).sigmoid_()[..., None]  # (B, h, R', 1)
+    return near_out.lerp_(far_out, far_weight), torch.logaddexp(near_lse, far_lse)
+
+
+def _fused_backward(grad: Tensor, tensors: _ForwardTensors, bias: ToeplitzBlocks) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv by torch's kernel, which never stores the scores, but has no gradient of the bias."""
+    q, k, v, out, lse = tensors
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     dq = torch.empty_like(q)
-    for rows, head_slice, calls in _kernel_groups(q, bias):
+    for group in _kernel_groups(q, bias):
         # (B, h, R, D) or (B, h, R), the last query first
-        grads, queries, outs, lses = (x[:, head_slice, rows].flip(2) for x in (grad, q, out, lse))
+        grads, queries, outs, lses = (x[:, group.heads, group.rows].flip(2) for x in (grad, q, out, lse))
         group_dq = torch.zeros_like(queries, dtype=lse.dtype)
-        for block_rows, keys in calls:
-            in_block = slice(rows.stop - block_rows.stop, rows.stop - block_rows.start)
-            idx = (slice(None), head_slice, keys)
-            block_grad, block_q, block_out, block_lse = (x[:, :, in_block] for x in (grads, queries, outs, lses))
-            mask = bias.block(block_rows.start, block_rows.stop, head_slice)[None][..., keys]  # (1, h, R', K)
-            # out and lse are those of all keys, so the parts of a split row add up
+        for call in group.calls:
+            in_group, keys = group.reversed_rows(call), (slice(None), group.heads, call.keys)
+            block_grad, block_q, block_out, block_lse = (x[:, :, in_group] for x in (grads, queries, outs, lses))
+            mask = bias.block(call.rows.start, call.rows.stop, group.heads)[None][..., call.keys]  # (1, h, R', K)
+            # out and lse are those of all keys, so the gradients of a row's far and near keys add up
             block_dq, block_dk, block_dv = flash_attention_backward(
-                block_grad, block_q, k[idx], v[idx], block_out, block_lse, 0.0, False, attn_mask=mask
+                block_grad, block_q, k[keys], v[keys], block_out, block_lse, 0.0, False, attn_mask=mask
             )
-            group_dq[:, :, in_block] += block_dq
-            dk[idx] += block_dk
-            dv[idx] += block_dv
-        dq[:, head_slice, rows] = group_dq.flip(2)
+            group_dq[:, :, in_group] += block_dq
+            dk[keys] += block_dk
+            dv[keys] += block_dv
+        dq[:, group.heads, group.rows] = group_dq.flip(2)
     return dq, dk, dv
 
 
@@ -294,64 +295,130 @@ def _eager_forward(
             lse[:, head_slice, rows] = (top + total.log())[..., 0].flip(2)
 
 
-def _eager_backward(
-    saved: tuple[Tensor, ...], bias: ToeplitzBlocks, dropout: float, seed: int, needs_bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv; with ``needs_bias_grad`` the bias accumulates dS, a few heads at a time.
+class _EagerBackward:
+    """The backward pass by plain operations, block by block of queries and group by group of heads.
 
-    With weights P, output O and dP = dO·Vᵀ: dS = P·(dP - delta), delta = Σ_j P·dP = Σ_d dO·O.
+    With weights P, output O and dP = dO·Vᵀ: dS = P·(dP - delta), delta = Σ_j P·dP = Σ_d dO·O. The gradients are
+    dV = Pᵀ·dO, dK = dSᵀ·Q/sqrt(D) and dQ = dS·K/sqrt(D), and dS is the gradient of the bias.
+
+    Args:
+        grad: (B, H, n, D), gradient of the output.
+        tensors: inputs and results of the forward pass.
+        bias: computes the bias, and accumulates its gradient.
+        dropout: probability of dropping a weight.
+        seed: seed of the dropout mask.
+        needs_bias_grad: whether the gradient of the bias is computed.
     """
-    grad, q, k, v, out, lse = saved
-    is_rounded = out.dtype != lse.dtype
-    batch, heads, n, width = q.shape
-    scale = width**-0.5
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-    scratch = _Scratch(lse, batch, heads, width)
-    for rows in _chunks(n, BACKWARD_ROWS):
-        start, stop = rows.start, rows.stop
-        keep = _reverse_rows(_keep_mask(seed, start, stop, q, dropout))
+
+    def __init__(
+        self,
+        grad: Tensor,
+        tensors: _ForwardTensors,
+        bias: ToeplitzBlocks,
+        dropout: float,
+        seed: int,
+        needs_bias_grad: bool,
+    ) -> None:
+        self.grad, self.tensors, self.bias = grad, tensors, bias
+        self.dropout, self.seed, self.needs_bias_grad = dropout, seed, needs_bias_grad
+        q, k, v, out, lse = tensors
+        batch, heads, _, width = q.shape
+        self.scale, self.is_rounded = width**-0.5, out.dtype != lse.dtype
+        self.dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.dk, self.dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+        self.scratch = _Scratch(lse, batch, heads, width)
+
+    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq in q's dtype, and dk and dv in float32 or better."""
+        for rows in _chunks(self.grad.shape[2], BACKWARD_ROWS):
+            self._add_block(rows)
+        return self.dq, self.dk, self.dv
+
+    def _add_block(self, rows: slice) -> None:
+        """Write dq of a block of queries, and add what the block contributes to dk, dv and the bias."""
+        q, _, _, out, lse = self.tensors
+        batch, heads = q.shape[:2]
+        keep = _reverse_rows(_keep_mask(self.seed, rows.start, rows.stop, q, self.dropout))
         # (B, H, R, D) and lse (B, H, R), the last query first
-        rows_grad, rows_q, rows_out, rows_lse = (x[:, :, rows].flip(2).to(lse.dtype) for x in (grad, q, out, lse))
-        minus_delta, rows_q = (rows_grad * rows_out).sum(-1, keepdim=True).neg_(), rows_q.mul_(scale)
-        rows_dq = rows_q.new_empty(rows_q.shape)  # contiguous whatever the layout of q: _merge_heads writes into a view
+        block_grad, block_q, block_out, block_lse = (
+            x[:, :, rows].flip(2).to(lse.dtype) for x in (self.grad, q, out, lse)
+        )
+        minus_delta, block_q = (block_grad * block_out).sum(-1, keepdim=True).neg_(), block_q.mul_(self.scale)
+        # contiguous whatever the layout of q, since _merge_heads(dq) is written to and must be a view
+        dq = block_q.new_empty(block_q.shape)
+        block = _BackwardRows(block_grad, block_q, block_lse, minus_delta, keep, dq)
         heads_per_group = _heads_per_group(rows, q.device)
         for head_slice in _chunks(heads, heads_per_group):
-            mask = bias.block(start, stop, head_slice)  # (h, R, stop)
+            mask = self.bias.block(rows.start, rows.stop, head_slice)  # (h, R, M)
             for batch_slice in _chunks(batch, max(1, heads_per_group // heads)):
-                idx, key_idx = (batch_slice, head_slice), (batch_slice, head_slice, slice(stop))
-                # (b·h, R or stop, D)
-                g, qs, ks, vs = (
-                    _merge_heads(x.to(lse.dtype)) for x in (rows_grad[idx], rows_q[idx], k[key_idx], v[key_idx])
-                )
-                p, ds, key_grad = scratch.views(rows_lse[idx].shape, stop)  # (b, h, R, stop) twice, (b, h, stop, D)
-                # P = exp(scores + bias - lse), in base 2
-                torch.sub(mask, rows_lse[idx][..., None], out=p)
-                _merge_heads(p).baddbmm_(qs, ks.mT, beta=LOG2E, alpha=LOG2E).exp2_()
-                if keep is None and not is_rounded:
-                    _merge_heads(ds.copy_(minus_delta[idx])).baddbmm_(g, vs.mT)
-                else:
-                    torch.bmm(g, vs.mT, out=_merge_heads(ds))
-                    if keep is not None:
-                        ds.mul_(keep[idx])
-                    # a rounded output makes dO·O inexact, which the n² terms of a bias gradient would add up:
-                    # compute delta from P and dP instead
-                    ds.add_(-torch.linalg.vecdot(p, ds)[..., None] if is_rounded else minus_delta[idx])
-                ds.mul_(p)
-                if keep is not None:
-                    p.mul_(keep[idx])
-                for grad_sum, by_pair, x in ((dv, p, g), (dk, ds, qs)):
-                    torch.bmm(_merge_heads(by_pair).mT, x, out=_merge_heads(key_grad))
-                    grad_sum[key_idx] += key_grad
-                torch.bmm(_merge_heads(ds), ks, out=_merge_heads(rows_dq[idx]))
-                if needs_bias_grad:
-                    bias.accumulate_gradient(ds, start, stop, head_slice)
-        dq[:, :, rows] = rows_dq.mul_(scale).flip(2)
-    return dq, dk, dv
+                ds = self._add_group(block, mask, (batch_slice, head_slice))
+                if self.needs_bias_grad:
+                    self.bias.accumulate_gradient(ds, rows.start, rows.stop, head_slice)
+        self.dq[:, :, rows] = dq.mul_(self.scale).flip(2)
+
+    def _add_group(self, block: _BackwardRows, mask: Tensor, group: tuple[slice, slice]) -> Tensor:
+        """Write dq of a group, and add what the group contributes to dk and dv.
+
+        Args:
+            block: the block's queries.
+            mask: (h, R, M), bias of the group's heads, -inf in the future.
+            group: slices of the batch and of the heads.
+
+        Returns:
+            dS (b, h, R, M), valid until the next group.
+        """
+        keys = mask.shape[2]
+        key_idx = (*group, slice(keys))
+        _, k, v, _, lse = self.tensors
+        # (b·h, R or M, D)
+        grads, queries, key_rows, values = (
+            _merge_heads(x.to(lse.dtype)) for x in (block.grad[group], block.q[group], k[key_idx], v[key_idx])
+        )
+        # (b, h, R, M) twice, (b, h, M, D)
+        weights, ds, key_grad = self.scratch.views(block.lse[group].shape, keys)
+        # P = exp(scores + bias - lse), in base 2
+        torch.sub(mask, block.lse[group][..., None], out=weights)
+        p = _merge_heads(weights)  # (b·h, R, M)
+        p.baddbmm_(queries, key_rows.mT, beta=LOG2E, alpha=LOG2E).exp2_()
+        keep = None if block.keep is None else _merge_heads(block.keep[group])
+        flat_ds = _merge_heads(ds)
+        _write_score_gradients(flat_ds, p, grads, values, _merge_heads(block.minus_delta[group]), keep, self.is_rounded)
+        for grad_sum, by_pair, x in ((self.dv, p, grads), (self.dk, flat_ds, queries)):
+            torch.bmm(by_pair.mT, x, out=_merge_heads(key_grad))
+            grad_sum[key_idx] += key_grad
+        torch.bmm(flat_ds, key_rows, out=_merge_heads(block.dq[group]))
+        return ds
+
+
+def _write_score_gradients(
+    ds: Tensor, p: Tensor, grads: Tensor, values: Tensor, minus_delta: Tensor, keep: Tensor | None, is_rounded: bool
+) -> None:
+    """Write dS = P·(dP - delta) into ``ds``, and apply the dropout mask to P.
+
+    Args:
+        ds: (b·h, R, M), overwritten.
+        p: (b·h, R, M), the weights P before dropout; overwritten by those after it.
+        grads: (b·h, R, D), gradient of the output.
+        values: (b·h, M, D).
+        minus_delta: (b·h, R, 1), -Σ_d dO·O.
+        keep: (b·h, R, M) scaled dropout mask, or None.
+        is_rounded: whether the output was rounded to a narrower dtype. This makes Σ_d dO·O inexact, and the n² terms of
+            a bias gradient would add the error up. Then delta is computed from P and dP instead.
+    """
+    if keep is None and not is_rounded:
+        ds.copy_(minus_delta).baddbmm_(grads, values.mT)
+    else:
+        torch.bmm(grads, values.mT, out=ds)
+        if keep is not None:
+            ds.mul_(keep)
+        ds.add_(-torch.linalg.vecdot(p, ds)[..., None] if is_rounded else minus_delta)
+    ds.mul_(p)
+    if keep is not None:
+        p.mul_(keep)
 
 
 def _heads_per_group(rows: slice, device: torch.device) -> int:
-    """Return how many heads' scores of a block are computed at a time."""
+    """Return the number of heads (of all rows of the batch) whose scores of a block are computed at a time."""
     most = GROUP_ELEMENTS if device.type == "cpu" else DEVICE_GROUP_ELEMENTS
     return max(min(torch.get_num_threads(), MAX_HEADS), most // ((rows.stop - rows.start) * rows.stop))
 
@@ -386,65 +453,65 @@ def _keep_mask(seed: int, start: int, stop: int, q: Tensor, dropout: float) -> T
 
 
 def _reverse_rows(keep: Tensor | None) -> Tensor | None:
+    """Reverse the queries of a mask (B, H, R, M)."""
     return None if keep is None else keep.flip(2)
 
 
 def _is_short(q: Tensor) -> bool:
+    """Return whether a dense bias is used: for a short text on a CPU."""
     return q.device.type == "cpu" and q.shape[2] <= DENSE_TOKENS
 
 
 def _merge_heads(x: Tensor) -> Tensor:
-    """(b, h, …) -> (b·h, …); a view wherever it is written to, since a group is one row of the batch or all heads."""
+    """Reshape (b, h, …) to (b·h, …). For a group it is a view: a group has one row of the batch or all heads."""
     return x.flatten(0, 1)
 
 
 def _dense_backward(
-    saved: tuple[Tensor, ...], bias: Tensor, keep: Tensor | None, needs_bias_grad: bool
+    grad: Tensor, tensors: _ForwardTensors, bias: Tensor, keep: Tensor | None, needs_bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return dq, dk, dv and the gradient (H, n, n) of the bias or None, for short texts, in float32 or better.
+    """Compute what :class:`_EagerBackward` does from dense matrices, for short texts.
 
-    Skipping the future would save less there than reversing rows costs. As :func:`_eager_backward`, of dense matrices.
+    These matrices include the future: to skip it would save less in a short text than reversing the rows costs.
 
     Args:
-        saved: the output's gradient, q, k, v and the output, (B, H, n, D), and the log-sum-exp (B, H, n).
+        grad: (B, H, n, D), gradient of the output.
+        tensors: inputs and results of the forward pass.
         bias: (H, n, n), -inf in the future.
         keep: the scaled dropout mask (B, H, n, n), or None.
         needs_bias_grad: whether to compute the gradient of the bias.
+
+    Returns:
+        dq, dk and dv (B, H, n, D), and the gradient (H, n, n) of the bias or None, in float32 or better.
     """
-    grad, q, k, v, out, lse = saved
+    q, k, v, out, lse = tensors
     is_rounded, scale = out.dtype != lse.dtype, q.shape[3] ** -0.5
+    # memory of P and dS, used by all groups
     bias, lse, scratch = bias * LOG2E, lse * LOG2E, [_dense_scratch(q, lse) for _ in range(2)]
     dq, dk, dv = (torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
     dbias = torch.zeros_like(bias) if needs_bias_grad else None
-    for idx in _dense_groups(q):
-        g, qs, ks, vs, o = (_merge_heads(x[idx].to(lse.dtype)) for x in (grad, q, k, v, out))  # (b·h, n, D)
-        qs, minus_delta = qs * scale, (g * o).sum(-1, keepdim=True).neg_()
-        p, ds = (x[: len(qs)] for x in scratch)  # (b·h, n, n)
-        group_shape = lse[idx].shape[:2]  # b, h
+    for group in _dense_groups(q):
+        # (b·h, n, D)
+        grads, queries, keys, values, outs = (_merge_heads(x[group].to(lse.dtype)) for x in (grad, q, k, v, out))
+        queries, minus_delta = queries * scale, (grads * outs).sum(-1, keepdim=True).neg_()
+        p, ds = (x[: len(queries)] for x in scratch)  # (b·h, n, n)
+        _, head_slice = group
+        group_shape = lse[group].shape[:2]  # b, h
         # P = exp2(scores + bias - lse), all in base 2
-        torch.sub(bias[idx[1]], lse[idx][..., None], out=p.unflatten(0, group_shape))
-        p.baddbmm_(qs, ks.mT, alpha=LOG2E).exp2_()
-        if keep is None and not is_rounded:
-            ds.copy_(minus_delta).baddbmm_(g, vs.mT)
-        else:
-            torch.bmm(g, vs.mT, out=ds)
-            if keep is not None:
-                ds.mul_(_merge_heads(keep[idx]))
-            # delta from P and dP where the output was rounded, as in _eager_backward
-            ds.add_(-torch.linalg.vecdot(p, ds)[..., None] if is_rounded else minus_delta)
-        ds.mul_(p)
-        if keep is not None:
-            p.mul_(_merge_heads(keep[idx]))
-        torch.bmm(p.mT, g, out=_merge_heads(dv[idx]))
-        torch.bmm(ds.mT, qs, out=_merge_heads(dk[idx]))
-        torch.bmm(ds, ks, out=_merge_heads(dq[idx]))
+        torch.sub(bias[head_slice], lse[group][..., None], out=p.unflatten(0, group_shape))
+        p.baddbmm_(queries, keys.mT, alpha=LOG2E).exp2_()
+        group_keep = None if keep is None else _merge_heads(keep[group])
+        _write_score_gradients(ds, p, grads, values, minus_delta, group_keep, is_rounded)
+        torch.bmm(p.mT, grads, out=_merge_heads(dv[group]))
+        torch.bmm(ds.mT, queries, out=_merge_heads(dk[group]))
+        torch.bmm(ds, keys, out=_merge_heads(dq[group]))
         if dbias is not None:
-            dbias[idx[1]] += ds.unflatten(0, group_shape).sum(0)
+            dbias[head_slice] += ds.unflatten(0, group_shape).sum(0)
     return dq.mul_(scale), dk, dv, dbias
 
 
 def _dense_groups(q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the batch and of the heads: some rows with all heads, or one row with some heads."""
+    """Yield groups as slices of the batch and of the heads: several rows with all heads, or one row with few heads."""
     batch, heads, n, _ = q.shape
     heads_per_group = max(1, DENSE_GROUP_ELEMENTS // n**2)
     rows_per_group = max(1, heads_per_group // heads)

@@ -49,7 +49,8 @@ def check_input(x: Tensor, width: int, weight: Any) -> None:
     Args:
         x: (B, n, C).
         width: C.
-        weight: of the layer's first projection; if it is no tensor, the projection checks the rest.
+        weight: weight of the layer's first projection; if it is no tensor (as in a quantised layer), its dtype and
+            device are not checked here.
 
     Raises:
         UserError: x is no dense floating-point tensor (B, n, C), or its dtype or device is not the layer's.
@@ -72,7 +73,7 @@ def check_encoding(encoding: Encoding, q: Tensor) -> None:
     """Check that an encoding has the heads, head width and device of q (B, H, n, D).
 
     Raises:
-        UserError: it does not.
+        UserError: the encoding is for other sizes or on another device.
     """
     heads, width = q.shape[1], q.shape[3]
     head_width = encoding.width // encoding.heads
@@ -92,14 +93,14 @@ def validate_positions(positions: Tensor | Positions, encoding: Encoding, q: Ten
     """Return the checked positions of the tokens, in float64 if q is.
 
     Args:
-        positions: as in ``attend``. A ``Positions`` states its own spacing, and its values are checked once; the
-            spacing of a tensor is computed in each call.
-        encoding: that receives them.
+        positions: (m,) or (B, m) tensor, or a ``Positions``. A ``Positions`` states its spacing, and its values are
+            checked once; the spacing of a tensor is computed in each call.
+        encoding: encoding that is to use the positions.
         q: (B, H, n, D).
         m: number of keys.
 
     Raises:
-        UserError: they do not fit the tokens, or the encoding cannot use them.
+        UserError: the positions do not fit the tokens, or the encoding cannot use them.
     """
     batch, n = q.shape[0], q.shape[2]
     name = type(encoding).__name__
@@ -208,7 +209,7 @@ def check_token_features(encoding: Encoding, features: Tensor | None, q: Tensor,
     """Check the token features of an encoding.
 
     Args:
-        encoding: that receives them.
+        encoding: encoding that is to use the features.
         features: (B, H, m, E), or None.
         q: (B, H, n, D).
         m: number of keys.

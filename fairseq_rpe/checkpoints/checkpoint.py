@@ -17,12 +17,14 @@ from fairseq_rpe.core.tensors import FLOAT_DTYPES
 from fairseq_rpe.utils.files import vocabulary_digest
 
 _INTEGER_DTYPES = (torch.int32, torch.int64, torch.uint8, torch.bool)  # of buffers
-_MAX_VALUES, _MAX_DEPTH = 100_000, 20  # of nested settings; those of fairseq are 400 values of depth 3
+# Limits of nested settings; those of fairseq are 400 values of depth 3.
+_MAX_VALUES, _MAX_DEPTH = 100_000, 20
 _MAX_TIED = 4  # tensors that may share memory; tied input and output embeddings are two
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _ENCODING = "decoder.encodings."
 _MAX_LENGTH = 2**31 - 1
-_RANGES = {  # of settings that determine the size of a model or the length of a text
+# setting that determines the size of a model or the length of a text -> smallest and largest value
+_RANGES = {
     "decoder_layers": (1, 100_000),
     "decoder_embed_dim": (1, 2**20),
     "decoder_ffn_embed_dim": (1, 2**24),
@@ -99,28 +101,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises:
         UserError: It is missing, damaged, not of fairseq, or has contents that no training produces.
     """
-    state, sizes = read_file(path)
-    settings = {k: state[k] for k in ("cfg", "args") if state.get(k) is not None} if isinstance(state, dict) else {}
-    if not settings:
-        missing = "settings" if isinstance(state, dict) and "model" in state else "model"
-        raise UserError(f"{path} is not a fairseq checkpoint: it holds no {missing}; train again or name another file")
-    for where, value in settings.items():
-        _check_plain(path, where, value)
-    model, task = _tables(path, settings)
-    for where, table in (("model", model), ("task", task)):
-        _check_numbers(path, where, table)
+    state, part_sizes = read_file(path)
+    model, task = _read_settings(path, state)
     for key in ("extra_state", "task_state", "last_optimizer_state"):
         _table(path, key, state.get(key))
     weights = _check_weights(path, state.get("model", {}))
-    _check_stored(path, state, sizes)
-    history = state.get("optimizer_history") or []
-    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
-        raise _unexpected(path, "optimizer_history", "a list of tables", history)
-    for entry in history:
-        if not isinstance(updates := entry.get("num_updates", 0), int) or not 0 <= updates < 2**63:
-            raise _unexpected(path, "num_updates", "a number of updates", updates)
+    _check_storages(path, state, part_sizes)
+    history = _check_history(path, state.get("optimizer_history") or [])
     _check_layers(path, model, weights)
-    optimizer_history = tuple(history) if "optimizer_history" in state else None
+    optimizer_history = history if "optimizer_history" in state else None
     return Checkpoint(path, model, task, weights, optimizer_history, _encoding_weights(path, model, weights))
 
 
@@ -135,6 +124,7 @@ def check_model_size(checkpoint: Checkpoint) -> None:
     """
     model, total = checkpoint.model, sum(t.numel() for t in checkpoint.weights.values())
     layers, width, inner = (_number(model.get(f"decoder_{k}")) for k in ("layers", "embed_dim", "ffn_embed_dim"))
+    # fewer than the weights of a decoder with these settings, which are about 4·width² + 2·width·inner per layer
     if layers * width * (width + inner) > total:
         raise UserError(
             f"checkpoint {checkpoint.path} is refused: its settings say {layers} layers of width {width} and {inner}, "
@@ -171,17 +161,44 @@ def check_vocabulary(checkpoint: Checkpoint, symbols: Sequence[str], data: Path 
 
 
 def _number(value: object) -> int:
+    """Return an integer setting, or 0 if it is missing or no integer."""
     return value if isinstance(value, int) else 0
 
 
 def _unexpected(path: Path, name: str, expected: str, value: object) -> UserError:
+    """Return the error for a value of another type or range than ``expected``."""
     text = repr(value) if isinstance(value, (str, float, bool, int)) else f"a {type(value).__name__}"
     text = text if len(text) <= 60 else text[:57] + "..."
     return UserError(f"checkpoint {path} is refused: its {name} is {text}, not {expected}; train again")
 
 
 def _contradiction(path: Path, key: str, value: object, actual: str) -> UserError:
+    """Return the error for a setting that the weights, which are ``actual``, contradict."""
     return UserError(f"checkpoint {path} is refused: its settings say {key}={value}, its weights {actual}; train again")
+
+
+def _read_settings(path: Path, state: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the validated settings of the model and of the task."""
+    settings = {k: state[k] for k in ("cfg", "args") if state.get(k) is not None} if isinstance(state, dict) else {}
+    if not settings:
+        missing = "settings" if isinstance(state, dict) and "model" in state else "model"
+        raise UserError(f"{path} is not a fairseq checkpoint: it holds no {missing}; train again or name another file")
+    for where, value in settings.items():
+        _check_plain(path, where, value)
+    model, task = _tables(path, settings)
+    for where, table in (("model", model), ("task", task)):
+        _check_numbers(path, where, table)
+    return model, task
+
+
+def _check_history(path: Path, history: object) -> tuple[Mapping[str, object], ...]:
+    """Return the optimizer history, checked to be a list of tables whose numbers of updates are such numbers."""
+    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
+        raise _unexpected(path, "optimizer_history", "a list of tables", history)
+    for entry in history:
+        if not isinstance(updates := entry.get("num_updates", 0), int) or not 0 <= updates < 2**63:
+            raise _unexpected(path, "num_updates", "a number of updates", updates)
+    return tuple(history)
 
 
 def _check_plain(path: Path, where: str, value: object) -> None:
@@ -219,6 +236,7 @@ def _values(name: str, value: object, depth: int) -> Iterator[tuple[str, object,
 
 
 def _table(path: Path, name: str, value: object) -> dict[str, Any]:
+    """Return a table of the checkpoint as a dict with text as keys; empty if ``value`` is None."""
     value = vars(value) if isinstance(value, Namespace) else {} if value is None else value
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise _unexpected(path, name, "a table", value)
@@ -237,13 +255,14 @@ def _tables(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def _check_numbers(path: Path, where: str, table: Mapping[str, object]) -> None:
-    transformer = "decoder_ffn_embed_dim" in table or "rpe" in table  # in other models a name may mean something else
-    for key, (least, most) in _RANGES.items():
+    """Check the settings in ``_RANGES``."""
+    is_transformer = "decoder_ffn_embed_dim" in table or "rpe" in table  # a name may mean something else in others
+    for key, (minimum, maximum) in _RANGES.items():
         value = table.get(key)
-        if value is None or (key.startswith("decoder_") and not transformer):
+        if value is None or (key.startswith("decoder_") and not is_transformer):
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise _unexpected(path, f"{where}.{key}", f"a whole number from {least} to {most}", value)
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise _unexpected(path, f"{where}.{key}", f"a whole number from {minimum} to {maximum}", value)
 
 
 def _check_weights(path: Path, weights: object) -> Mapping[str, Tensor]:
@@ -251,26 +270,37 @@ def _check_weights(path: Path, weights: object) -> Mapping[str, Tensor]:
     if not isinstance(weights, dict) or not all(isinstance(key, str) for key in weights):
         raise _unexpected(path, "model", "a table of weights by name", weights)
     size = 0
-    for name, x in weights.items():
-        name = name if len(name) <= 100 else name[:97] + "..."
-        if not isinstance(x, Tensor):
-            raise _unexpected(path, f"weight {name}", "a tensor", x)
-        kinds = FLOAT_DTYPES if name.endswith((".weight", ".bias")) else (*FLOAT_DTYPES, *_INTEGER_DTYPES)
-        if x.layout != torch.strided or x.device.type != "cpu" or x.dtype not in kinds:
-            kind = str(x.dtype if x.layout == torch.strided else x.layout).removeprefix("torch.")
-            raise UserError(
-                f"checkpoint {path} is refused: its weight {name} is of {kind}, not of floating-point numbers"
-            )
-        if x.untyped_storage().nbytes() < x.numel() * x.element_size():
-            raise UserError(f"checkpoint {path} is refused: its weight {name} is larger than what the file holds of it")
-        size += x.numel() * x.element_size()
+    for name, weight in weights.items():
+        _check_weight(path, name if len(name) <= 100 else name[:97] + "...", weight)
+        size += weight.numel() * weight.element_size()
     if size > _MAX_TIED * path.stat().st_size:
         raise UserError(f"checkpoint {path} is refused: its weights are larger than the file")
     return weights
 
 
-def _check_stored(path: Path, state: object, sizes: Counter[int]) -> None:
-    """Check that each tensor has its own part of the file: a memory-mapped tensor could extend into the next one."""
+def _check_weight(path: Path, name: str, weight: object) -> None:
+    """Check that a weight is a dense tensor of an expected dtype and no larger than its storage."""
+    if not isinstance(weight, Tensor):
+        raise _unexpected(path, f"weight {name}", "a tensor", weight)
+    dtypes = FLOAT_DTYPES if name.endswith((".weight", ".bias")) else (*FLOAT_DTYPES, *_INTEGER_DTYPES)
+    if weight.layout != torch.strided or weight.device.type != "cpu" or weight.dtype not in dtypes:
+        kind = str(weight.dtype if weight.layout == torch.strided else weight.layout).removeprefix("torch.")
+        raise UserError(f"checkpoint {path} is refused: its weight {name} is of {kind}, not of floating-point numbers")
+    if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
+        raise UserError(f"checkpoint {path} is refused: its weight {name} is larger than what the file holds of it")
+
+
+def _check_storages(path: Path, state: object, part_sizes: Counter[int]) -> None:
+    """Check that each tensor has its own part of the file: a memory-mapped tensor could extend into the next one.
+
+    Args:
+        path: The checkpoint.
+        state: Its contents.
+        part_sizes: Number of tensor parts of the file by size in bytes; empty for a file that is no zip file.
+
+    Raises:
+        UserError: The storages have other sizes than the parts.
+    """
     todo, seen, stored = [state], set[int](), dict[int, int]()
     while todo:
         item = todo.pop()
@@ -279,7 +309,7 @@ def _check_stored(path: Path, state: object, sizes: Counter[int]) -> None:
         elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
             seen.add(id(item))
             todo += item.values() if isinstance(item, dict) else item
-    if sizes and Counter(filter(None, stored.values())) - sizes:
+    if part_sizes and Counter(filter(None, stored.values())) - part_sizes:
         raise damaged_error(path, "weights of other sizes than its parts have")
 
 
@@ -293,10 +323,11 @@ def _check_layers(path: Path, model: Mapping[str, object], weights: Mapping[str,
         actual = f"{len(layers_with_weights)} layers, the last of number {max(layers_with_weights)}"
         raise _contradiction(path, "decoder_layers", layers, actual)
     for key, (name, axis) in _SHAPES.items():
+        width = model.get(key)
         for layer in sorted(layers_with_weights) if "{}" in name else (0,):
-            x, width = weights.get(name.format(layer)), model.get(key)
-            if x is not None and width is not None and (x.dim() != 2 or x.shape[axis] != width):
-                raise _contradiction(path, key, width, f"{name.format(layer)} of {tuple(x.shape)}")
+            weight = weights.get(name.format(layer))
+            if weight is not None and width is not None and (weight.dim() != 2 or weight.shape[axis] != width):
+                raise _contradiction(path, key, width, f"{name.format(layer)} of {tuple(weight.shape)}")
 
 
 def _encoding_weights(
@@ -329,9 +360,11 @@ def dtype_mismatch(model: Mapping[str, Tensor], weights: Mapping[str, object]) -
     Returns:
         A message if a floating-point tensor would be loaded into an integer one or vice versa; None otherwise.
     """
-    for name, x in weights.items():
-        y = model.get(name)
-        if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point() != y.is_floating_point():
-            dtypes = [str(t.dtype).removeprefix("torch.") for t in (x, y)]
-            return f"{name} is of {dtypes[0]}, the model's of {dtypes[1]}"
+    for name, weight in weights.items():
+        target = model.get(name)
+        if not isinstance(weight, Tensor) or not isinstance(target, Tensor):
+            continue
+        if weight.is_floating_point() != target.is_floating_point():
+            dtype, target_dtype = (str(tensor.dtype).removeprefix("torch.") for tensor in (weight, target))
+            return f"{name} is of {dtype}, the model's of {target_dtype}"
     return None

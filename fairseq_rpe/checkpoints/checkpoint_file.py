@@ -37,7 +37,7 @@ def check_file(path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"checkpoint {path} is not a file: name a file of fairseq-train's, such as checkpoint_last.pt")
     try:
-        _check(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        _check_contents(path, status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
         raise damaged_error(path, str(error) if isinstance(error, _Fault) else "not a zip file of torch's") from None
     except OSError as error:
@@ -49,14 +49,24 @@ class _Fault(ValueError):
 
 
 @functools.lru_cache(maxsize=64)
-def _check(path: Path, *_stamp: int) -> None:
-    size = _stamp[2]
+def _check_contents(path: Path, size: int, *_version: int) -> None:
+    """Verify a file of ``size`` bytes; the cache skips a file that was verified in the same version.
+
+    Args:
+        path: The file.
+        size: Its size in bytes.
+        _version: Device, inode and time of the last change, part of the key of the cache.
+
+    Raises:
+        _Fault: The file is damaged or not of torch's; ``zipfile`` raises further errors.
+    """
     if not _is_zip(path):
         if _first_bytes(path) != _BEFORE_ZIP:
             raise _Fault("it is empty" if not size else "not a file of torch's")
         return
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
+        # torch and zipfile might choose different ones of two parts, so one could be verified and the other be read
         if len({member.filename.lower() for member in members}) < len(members):
             raise _Fault("two parts of the same name")
         for member in members:
@@ -106,8 +116,8 @@ def read_file(path: Path) -> tuple[Any, Counter[int]]:
         UserError: :func:`check_file` refuses the file, or it contains more than weights and settings.
     """
     check_file(path)
-    mapped, sizes = _is_zip(path), Counter[int]()
-    if mapped:
+    is_zip, sizes = _is_zip(path), Counter[int]()
+    if is_zip:
         with zipfile.ZipFile(path) as archive:
             sizes.update(member.file_size for member in archive.infolist() if "/data/" in member.filename)
             size = next(member.file_size for member in archive.infolist() if member.filename.endswith("/data.pkl"))
@@ -122,7 +132,7 @@ def read_file(path: Path) -> tuple[Any, Counter[int]]:
     torch.serialization.add_safe_globals([Namespace])
     try:
         # torch maps a file by its name as UTF-8, which the bytes of a name in another locale may not be
-        if mapped and _is_utf8(path):
+        if is_zip and _is_utf8(path):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True), sizes
         with open(path, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True), sizes

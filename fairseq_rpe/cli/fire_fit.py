@@ -6,7 +6,8 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_figure_width, add_rpe_module, heads, positive_int, seed, width
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.utils.files import atomic_write, check_output_file, check_overwrite
+from fairseq_rpe.utils.files import atomic_write
+from fairseq_rpe.utils.output_checks import check_output_file, check_overwrite
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from fairseq_rpe.data.prepare_options import (
     download_gpt2_vocabulary,
     preset_options,
 )
-from fairseq_rpe.utils.files import check_output_folder
+from fairseq_rpe.utils.output_checks import check_output_folder
 
 _IDEMPOTENT = "Does nothing if the corpus already exists and was made from the same text with the same options."
 OVERWRITE_HELP = "replace a folder that was made with other settings; checkpoints may need its vocabulary"

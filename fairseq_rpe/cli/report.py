@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_figure_width, add_latex, add_rpe_module, positive_float
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.utils.files import check_output_file, check_output_folder
+from fairseq_rpe.utils.output_checks import check_output_file, check_output_folder
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_device, add_rpe_module, spec_list
-from fairseq_rpe.utils.files import write_json
+from fairseq_rpe.utils.json_files import write_json
 
 _FILE = "selftest.json"
 

@@ -15,7 +15,9 @@ from fairseq_rpe.runs.settings import TrainingRequest
 from fairseq_rpe.sweeps import fine_tuning_grid, grid, recipes, run_sweep, slurm
 from fairseq_rpe.sweeps.resolve import Sweep, build_sweep
 from fairseq_rpe.sweeps.sweep_record import SweepFolder
-from fairseq_rpe.utils.files import check_output_folder, exclusive_lock, read_json_lines
+from fairseq_rpe.utils.files import exclusive_lock
+from fairseq_rpe.utils.json_files import read_json_lines
+from fairseq_rpe.utils.output_checks import check_output_folder
 from fairseq_rpe.utils.records import from_attributes
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from fairseq_rpe.cli.options import add_rpe_module, heads, width
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.utils.files import atomic_write, check_overwrite
+from fairseq_rpe.utils.files import atomic_write
+from fairseq_rpe.utils.output_checks import check_overwrite
 from fairseq_rpe.utils.table import csv_text, join_latex
 
 

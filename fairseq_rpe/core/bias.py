@@ -23,7 +23,7 @@ _MAX_PRODUCTS = 1 << 22  # elementwise products of query, key and vector in memo
 class BiasTerm:
     """Base class of the bias types."""
 
-    # names and kinds of the tensors; None: a function or a dense bias
+    # (name, kind) of each field with a tensor, with the kinds of `tree_flatten`; None: a function or a dense bias
     _tensors: ClassVar[tuple[tuple[str, str], ...] | None] = None
 
     def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
@@ -40,7 +40,15 @@ class BiasTerm:
         raise NotImplementedError
 
     def slice_queries(self, queries: slice, num_keys: int) -> Self:
-        """Return the bias of some queries and the first ``num_keys`` keys."""
+        """Return the bias of some queries and the first ``num_keys`` keys.
+
+        Args:
+            queries: The queries, by index.
+            num_keys: Number of keys; the queries see no later ones.
+
+        Returns:
+            A bias of the same type; tables by distance stay whole.
+        """
         sliced = {"rows": queries, "keys": slice(num_keys)}
         tensors = {
             name: getattr(self, name)[:, :, sliced[kind]] for name, kind in self._tensors or () if kind in sliced
@@ -50,7 +58,8 @@ class BiasTerm:
     def tree_flatten(self) -> list[tuple[Tensor, str]] | None:
         """Return the tensors of the bias, each with its kind, or None for functions and dense biases.
 
-        The kinds are "rows" (B, H, n, …), "keys" (B, H, m, …) and "table" (H or 1, …).
+        The kinds are "rows" for one entry per query, (B, H, n, …), "keys" for one per key, (B, H, m, …), and "table"
+        for neither, (H or 1, …).
         """
         return None if self._tensors is None else [(getattr(self, name), kind) for name, kind in self._tensors]
 
@@ -430,15 +439,16 @@ def _triple_products(query: Tensor, key: Tensor, vectors: Tensor, index: Tensor)
         # (B, H, n, m) · (B or 1, H or 1, n, m)
         return torch.matmul(query, key.mT) * vectors[:, index, 0].transpose(0, 1)
     last = vectors.shape[1] - 1
-    far = torch.matmul(query * vectors[:, -1:], key.mT)  # (B, H, n, m), correct for all pairs of the last column
+    # All pairs as if they were in the last column, then corrections of those that are in nearer ones.
+    far = torch.matmul(query * vectors[:, -1:], key.mT)  # (B, H, n, m)
     near = (index < last).any(dim=0)  # (n, m)
-    keys = near.any(dim=0).nonzero().flatten()
-    if not len(keys):
+    near_keys = near.any(dim=0).nonzero().flatten()
+    if not len(near_keys):
         return far
-    first, stop = int(keys[0]), int(keys[-1]) + 1
+    first, stop = int(near_keys[0]), int(near_keys[-1]) + 1
     # the difference from the last column, so that pairs beyond the table add nothing: (H or 1, R, E)
     differences = vectors - vectors[:, -1:]
-    size = max(1, _MAX_PRODUCTS // (query.shape[0] * query.shape[1] * query.shape[3] * (stop - first)))
+    block_size = max(1, _MAX_PRODUCTS // (query.shape[0] * query.shape[1] * query.shape[3] * (stop - first)))
 
     def block_products(queries: Tensor, keys: Tensor, table: Tensor, index: Tensor) -> Tensor:
         # table[:, index]: (H or 1, B or 1, n', m', E) -> (B or 1, H or 1, n', m', E)
@@ -447,8 +457,8 @@ def _triple_products(query: Tensor, key: Tensor, vectors: Tensor, index: Tensor)
         return torch.einsum("bhnme,bhme->bhnm", queries[:, :, :, None] * factors, keys)
 
     blocks = []
-    for start in range(0, query.shape[2], size):
-        rows = slice(start, start + size)
+    for start in range(0, query.shape[2], block_size):
+        rows = slice(start, start + block_size)
         arguments = query[:, :, rows], key[:, :, first:stop], differences, index[:, rows, first:stop]
         # the products of one block fill the memory budget, so the backward pass recomputes them
         blocks.append(checkpoint(block_products, *arguments, use_reentrant=False, preserve_rng_state=False))

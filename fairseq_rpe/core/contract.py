@@ -13,7 +13,9 @@ import torch
 from fairseq_rpe.core.errors import UserError, shorten_path, user_message
 
 _PACKAGE = __name__.partition(".")[0]
-_MIN_LONG_NAME = 5  # names of at least so many letters count as misspelled if one letter differs
+_MIN_LONG_NAME = 5  # names of at least so many letters count as misspelled if one letter is replaced
+_MIN_NAME = 4  # names of fewer letters do not count as misspelled if one letter is missing or added
+_MIN_SIMILARITY = 0.6  # share of matching letters of two names that are near each other
 # distances and positions beyond any training length, exact in float32
 FAR_DISTANCES = (1 << 10, 1 << 13, 1 << 16, 1 << 17)
 
@@ -91,15 +93,16 @@ def call_user_method(cls: type, method: str, function: Callable[..., Any], *args
     except Exception as error:
         if user_message(error) is not None or is_shipped(type(error)):
             raise
-        tensors = ", ".join(_described(x) for x in args if isinstance(x, torch.Tensor))
+        tensors = ", ".join(_describe_tensor(x) for x in args if isinstance(x, torch.Tensor))
         what = f"fails{f' for {tensors}' if tensors else ''}: {type(error).__name__}: {_first_line(error)}"
         location = _line_of(error, cls) or source_location(cls, method)
         raise ContractError(f"{cls.__name__}.{method} {what}" + (f": {location}" if location else "")) from error
 
 
-def _described(x: torch.Tensor) -> str:
-    text = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
-    return f"{text} from {x.min():,.10g} to {x.max():,.10g}" if x.dim() < 3 and x.numel() else text
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    """Return dtype and shape in words, and the range of positions or distances, which have at most two dimensions."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return f"{text} from {tensor.min():,.10g} to {tensor.max():,.10g}" if tensor.dim() < 3 and tensor.numel() else text
 
 
 def _first_line(error: BaseException) -> str:
@@ -120,7 +123,7 @@ def _line_of(error: BaseException, cls: type) -> str:
 
 
 def check_hook_names(
-    cls: type, family: type, required: Iterable[str], optional: Iterable[str], filled: bool = False
+    cls: type, family: type, required: Iterable[str], optional: Iterable[str], provided_elsewhere: bool = False
 ) -> None:
     """Refuse a user's class that defines none of the required hooks, or misspells a hook.
 
@@ -129,65 +132,70 @@ def check_hook_names(
         family: Base class of this package, which has all hooks.
         required: Hooks of which one is enough.
         optional: Further methods and attributes that a class may define.
-        filled: Whether the required hook is provided elsewhere.
+        provided_elsewhere: Whether a required hook is set on the instance, or inherited from a complete class of this
+            package, so that ``cls`` itself need not define any.
 
     Raises:
         ContractError: The message names the class and the missing hook, or the misspelled name and the hook.
     """
     required = tuple(required)
+    # public names that the user's classes define, and those of them that the base class does not have
     defined = [name for base in cls.__mro__ if not is_shipped(base) for name in vars(base) if name[:1] != "_"]
     unknown = [name for name in defined if not hasattr(family, name)] if issubclass(cls, family) else []
-    filled = filled or any(getattr(cls, name, None) is not getattr(family, name, None) for name in required)
+    has_hook = provided_elsewhere or any(
+        getattr(cls, name, None) is not getattr(family, name, None) for name in required
+    )
     for hook in (*required, *optional):
         for name in unknown:
-            if hook not in defined and (_is_slip(name, hook) or (not filled and _is_near(name, hook))):
+            if hook not in defined and (_is_slip(name, hook) or (not has_hook and _is_near(name, hook))):
                 raise_contract_error(
                     cls, None, f"defines '{name}', which nothing calls, and no '{hook}': rename it to '{hook}'"
                 )
-    if not filled:
+    if not has_hook:
         lacking = " or ".join(required[:2]) if len(required) < 4 else "any of " + ", ".join(required)
         raise_contract_error(cls, None, f"does not define {lacking}, so this {family.__name__} does nothing: define it")
 
 
 def _is_slip(name: str, hook: str) -> bool:
     """Whether two letters are swapped, or one is missing, added or, in a long name, replaced."""
-    a, b = name.lower(), hook.lower()
-    if len(a) == len(b):
-        wrong = [i for i in range(len(a)) if a[i] != b[i]]
+    name, hook = name.lower(), hook.lower()
+    if len(name) == len(hook):
+        wrong = [i for i in range(len(name)) if name[i] != hook[i]]
         if len(wrong) == 2:
             first, second = wrong
-            return second == first + 1 and a[first] == b[second] and a[second] == b[first]
-        return not wrong or (len(wrong) == 1 and len(a) >= _MIN_LONG_NAME)
-    short, long = sorted((a, b), key=len)
-    if len(short) < 4 or len(long) != len(short) + 1:
+            return second == first + 1 and name[first] == hook[second] and name[second] == hook[first]
+        return not wrong or (len(wrong) == 1 and len(name) >= _MIN_LONG_NAME)
+    short, long = sorted((name, hook), key=len)
+    if len(short) < _MIN_NAME or len(long) != len(short) + 1:
         return False
     return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
 
 
 def _is_near(name: str, hook: str) -> bool:
-    """Whether at least 60 % of the letters of two names match."""
+    """Whether many of the letters of two names match."""
     import difflib
 
-    return difflib.SequenceMatcher(None, name.lower(), hook.lower()).ratio() >= 0.6
+    return difflib.SequenceMatcher(None, name.lower(), hook.lower()).ratio() >= _MIN_SIMILARITY
 
 
 @contextlib.contextmanager
 def preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random states of torch, Python and numpy at the end.
+    """Restore the random states of torch, Python and, if it is imported, numpy at the end.
 
     Args:
-        device: The state of this device is restored too.
+        device: A device whose state is restored, too, if it is a GPU.
 
     Yields:
         Nothing.
     """
     numpy: Any = sys.modules.get("numpy")
-    saved = random.getstate(), None if numpy is None else numpy.random.get_state()
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        random.setstate(saved[0])
+        random.setstate(python_state)
         if numpy is not None:
-            numpy.random.set_state(saved[1])
+            numpy.random.set_state(numpy_state)

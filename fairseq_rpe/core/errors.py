@@ -20,7 +20,7 @@ class UserError(ValueError):
     """
 
 
-_ANOTHER = "name another place"
+_ANOTHER = "name another place"  # the usual remedy
 # errno -> what is wrong with the path, and the remedy
 _PATHS = {
     errno.ENOENT: ("does not exist", _ANOTHER),

@@ -63,6 +63,12 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[T], T]:
         """Return a class decorator that registers a class: ``@registry.register("alibi")``.
 
+        Args:
+            name: Name of the class in specs.
+
+        Returns:
+            The decorator, which returns the class unchanged.
+
         Raises:
             UserError: The name is registered for another class, or the decorated object is not such a class.
         """
@@ -125,7 +131,7 @@ class Registry(Generic[T]):
         Raises:
             UserError: There is none; the message suggests the closest name and lists all names.
         """
-        if name not in self._table and name not in self.names():
+        if name not in self._table and name not in self.names():  # names() loads the entry points
             names, hint = ", ".join(self.names()), did_you_mean(name, self._table)
             raise UserError(f"unknown {self.kind} '{shorten_path(name)}'{hint}; known: {names}{self.hint}")
         return self._table[name]

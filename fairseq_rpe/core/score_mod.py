@@ -23,7 +23,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 
 ScoreMod = Callable[..., Tensor]
-LOOKUP_CELLS = 1 << 14  # cells of the table that finds the piece of an x
+# Cells of equal width into which [0, last breakpoint] is divided, to find the piece of an x.
+LOOKUP_CELLS = 1 << 14
 # Comparisons per look-up are rounded up to a multiple, so that learning, which moves kinks, seldom compiles anew.
 COMPARISON_STEP = 4
 
@@ -91,7 +92,7 @@ def score_mod(
 def _content_score_mod(
     bias: ContentBias, pos: Positions, batch: int, padding: Tensor | None, last_query: Tensor | None
 ) -> ScoreMod:
-    """A content bias; with a table, the products with all vectors, (B, H, n, R), are computed beforehand."""
+    """Return the function for a content bias; products with all vectors of a table are computed beforehand."""
     if isinstance(bias, SumBias):
         terms = (score_mod(term, pos, batch, padding, last_query) for term in bias.terms)
         term_mods = [mod for mod in terms if mod is not None]
@@ -112,8 +113,9 @@ def _content_score_mod(
             "attention backend 'sdpa'"
         )
     q, k = (_copy(x.expand(batch, -1)) for x in column_offsets(bias, pos))
-    x = bias.query if isinstance(bias, QueryTableBias) else bias.key
-    table = _copy(torch.matmul(x, bias.vectors.to(x.dtype).mT).expand(batch, -1, -1, -1))  # (B, H, n or m, R)
+    factor = bias.query if isinstance(bias, QueryTableBias) else bias.key
+    products = torch.matmul(factor, bias.vectors.to(factor.dtype).mT)  # (B or 1, H, n or m, R)
+    table = _copy(products.expand(batch, -1, -1, -1))
     last = q.new_full((), bias.num_columns - 1)
     if isinstance(bias, QueryTableBias):
         return lambda score, b, h, i, j: score + table[b, h, i, torch.minimum((q[b, i] - k[b, j]).clamp_min(0), last)]
@@ -121,34 +123,40 @@ def _content_score_mod(
 
 
 def _copy(x: Tensor) -> Tensor:
+    """Return a contiguous copy, which a ``score_mod`` can capture; :func:`score_mod` has the reasons."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _scaled_distance_score_mod(
     bias: ScaledDistanceBias, pos: Positions, batch: int, padding: Tensor | None, last_query: Tensor | None
 ) -> ScoreMod:
-    """The piece of x is the number of breakpoints <= x: those in the cells before x's, looked up, and a few compared.
+    """Return the function for a bias f_h(x), with x = distance_values[i - j] · query_scale[i].
+
+    The piece of x is the number of breakpoints <= x: those in the cells before x's, looked up, and a few compared.
 
     A binary search would load less often only for clustered breakpoints, and what inductor makes of a chain of look-ups
     grows exponentially with its length.
     """
     pieces = bias.pieces_in_range(pos, padding, last_query)
     midpoints, value, slope = _copy(pieces.midpoints), _copy(pieces.value), _copy(pieces.slope)
-    ends = pieces.breakpoints
-    scale = (LOOKUP_CELLS - 1) / ends[-1] if len(ends) else ends.new_ones(())
-    counts = torch.bincount((ends * scale).int().clamp(0, LOOKUP_CELLS - 1), minlength=LOOKUP_CELLS)
+    breakpoints = pieces.breakpoints
+    cells_per_unit = (LOOKUP_CELLS - 1) / breakpoints[-1] if len(breakpoints) else breakpoints.new_ones(())
+    counts = torch.bincount((breakpoints * cells_per_unit).int().clamp(0, LOOKUP_CELLS - 1), minlength=LOOKUP_CELLS)
     before = (counts.cumsum(0) - counts).int()  # (LOOKUP_CELLS,) breakpoints in earlier cells
+    # the breakpoints of the fullest cell, rounded up
     comparisons = max(1, -(-int(counts.max()) // COMPARISON_STEP)) * COMPARISON_STEP
-    ends = F.pad(ends, (0, comparisons), value=float("nan"))  # NaN is never <= x
+    # padded for comparisons after the last one: NaN is never <= x
+    breakpoints = F.pad(breakpoints, (0, comparisons), value=float("nan"))
     distance_values, query_scale = _copy(bias.distance_values), _copy(bias.query_scale.expand(batch, -1))
+    # index among the keys of the first query: query i is key i + shift
     shift = torch.full((), pos.k.shape[1] - pos.q.shape[1], device=distance_values.device)
 
     def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         x = distance_values[(i + shift - j).clamp_min(0)] * query_scale[b, i]
-        first = before[(x * scale).clamp_max(LOOKUP_CELLS - 1).int().clamp_min(0)]
+        first = before[(x * cells_per_unit).clamp_max(LOOKUP_CELLS - 1).int().clamp_min(0)]
         piece = first
         for offset in range(comparisons):
-            piece = piece + (ends[first + offset] <= x).int()
+            piece = piece + (breakpoints[first + offset] <= x).int()
         return score + value[h, piece] + slope[h, piece] * (x - midpoints[piece])
 
     return add

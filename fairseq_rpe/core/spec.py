@@ -185,13 +185,14 @@ def canonical(name: str, config: Any) -> str:
 
 
 def _convert(name: str, key: str, text: str, hint: Any) -> Any:
+    """Convert the text of an option to the type that ``hint`` annotates: a scalar type, words, None or a union."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if types.NoneType in kinds and text.lower() == "none":
         return None
     words = [word for k in kinds if typing.get_origin(k) is typing.Literal for word in typing.get_args(k)]
     if text.lower() in words:
         return text.lower()
-    kind = kinds[0]
+    kind = kinds[0]  # a union begins with its scalar type
     try:
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
@@ -210,6 +211,7 @@ _LIMITS = (
 
 
 def _check_range(name: str, key: str, value: Any, limits: Any) -> None:
+    """Check a value against the metadata that :func:`option` has given its field."""
     if value is None:
         return
     choices = limits.get("choices")

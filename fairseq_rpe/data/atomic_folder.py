@@ -10,7 +10,8 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError, oserror_message, shorten_path
 from fairseq_rpe.data.folder import BINARIES, MANIFEST, MANIFEST_KEYS, describe_files, read_manifest
-from fairseq_rpe.utils.files import exclusive_lock, remove_empty_on_failure, write_json
+from fairseq_rpe.utils.files import exclusive_lock, remove_empty_on_failure
+from fairseq_rpe.utils.json_files import write_json
 
 _MAX_CHANGES = 3  # in a message
 # Keys of a manifest whose values mean nothing to users, and what a changed value means.
@@ -33,7 +34,7 @@ class FolderContents:
     Attributes:
         manifest: Name of the file that records how the folder was made.
         read: Reads the manifest of a folder; empty if there is none, or if another program wrote it.
-        more_files: Names of other files.
+        more_files: Names of other files of such a folder; a folder with any further file is not replaced.
     """
 
     manifest: str
@@ -193,11 +194,11 @@ def build_atomically(
     A folder whose files are damaged is built again.
 
     Args:
-        out: The folder.
+        out: Output folder; it is created or replaced when the new files are complete.
         key: Settings that decide the files; part of the manifest.
         build: Fills a folder and returns the rest of the manifest.
         say: Prints a line of progress.
-        contents: The kind of folder.
+        contents: Files of this kind of folder, in addition to a vocabulary and splits.
         overwrite: Replace a folder that was made with another ``key``.
 
     Returns:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.utils.files import parse_json_object, sha256_of_files
+from fairseq_rpe.utils.files import sha256_of_files
+from fairseq_rpe.utils.json_files import parse_json_object
 
 _BLOCK_BYTES = 1 << 20
 MAX_JSON_LINE = 1 << 28  # bytes; a JSON line has to fit in memory, while text files have no limit
@@ -206,7 +207,7 @@ def iter_lines(file: BinaryIO, name: object, remedy: str) -> Iterator[tuple[int,
     """Yield the lines of an open file with their numbers, from 1.
 
     Args:
-        file: The file.
+        file: Open file, at its beginning.
         name: Its name, for messages.
         remedy: What to do about a line that is too long, for the message.
 
@@ -266,7 +267,7 @@ def digest_source_files(files: Sequence[SourceFile], with_paths: bool) -> str:
     """Return a sha256 of the files as they are on the disk, and of their formats.
 
     Args:
-        files: The files.
+        files: Files in the order in which they are read; another order gives another digest.
         with_paths: Include the relative path of every file, not only the names of archive members.
     """
     digest = hashlib.sha256()
@@ -288,7 +289,7 @@ class Document:
         relative_path: Path of its file within the folder or archive.
         digest: sha256 of its text.
         size: Bytes of its text in UTF-8.
-        characters: Characters of its text.
+        characters: Characters of its text, as Python counts them.
         blank: Whether the text is nothing but white space.
         blocks: Yields the text in blocks; can be called again.
     """
@@ -361,7 +362,7 @@ def scan_document(name: str, relative_path: str, blocks: Callable[[], Iterator[s
 
     Args:
         name: Name of the document, for messages.
-        relative_path: Path of its file.
+        relative_path: Path of its file within the folder or archive.
         blocks: Yields the text in blocks.
 
     Raises:

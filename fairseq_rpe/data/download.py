@@ -55,6 +55,7 @@ def download(urls: Sequence[str], path: Path, sha256: str | None = None, tries: 
 
 
 def _fetch(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, tries: int, timeout: float) -> None:
+    """Download a file to ``folder`` with pooch, then move it to ``path``; see :func:`download`."""
     by_hand = f"get it elsewhere and put it at {path}" + (f" (sha256 {sha256})" if sha256 else "")
     try:
         import pooch

@@ -12,8 +12,10 @@ from typing import Any, BinaryIO, Literal, NoReturn
 import numpy as np
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.utils import files, records
-from fairseq_rpe.utils.files import add_path_to_errors, open_input, read_input, read_json, sha256_of_files
+from fairseq_rpe.utils import records
+from fairseq_rpe.utils.files import add_path_to_errors, open_input, read_input, sha256_of_files
+from fairseq_rpe.utils.json_files import read_json
+from fairseq_rpe.utils.output_checks import check_output_folder
 from fairseq_rpe.utils.records import Count
 
 FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
@@ -48,7 +50,7 @@ def check_folder(data: Path, *splits: str) -> None:
     """Check a data folder before anything is done with it.
 
     Args:
-        data: The folder.
+        data: Binarised data folder, made by this package or by ``fairseq-preprocess``.
         splits: Splits whose files are read completely.
 
     Raises:
@@ -98,14 +100,14 @@ def check_output(folder: Path, names: Iterable[str] = ()) -> None:
         UserError: The folder cannot be written, or is a data folder.
     """
     check_not_data("--out", folder)
-    files.check_output_folder(folder, names)
+    check_output_folder(folder, names)
 
 
 def check_text_folder(data: Path, *splits: str) -> None:
     """Check a folder as :func:`check_folder` does, and that it contains a text rather than questions.
 
     Args:
-        data: The folder.
+        data: Binarised data folder, made by this package or by ``fairseq-preprocess``.
         *splits: Splits whose files are read.
 
     Raises:
@@ -120,7 +122,7 @@ def check_file_digests(folder: Path, names: Iterable[str]) -> None:
     """Check the files of a folder against the digests of its manifest, if it has one.
 
     Args:
-        folder: The folder.
+        folder: Prepared folder; one without a manifest is not checked.
         names: Names of the files; names that are not in the manifest are skipped.
 
     Raises:
@@ -172,7 +174,7 @@ def document_ends(folder: Path, split: str) -> np.ndarray:
 
     Args:
         folder: Binarised data folder.
-        split: Name of the split.
+        split: Name of the split: ``train``, ``valid`` or ``test``.
 
     Returns:
         (documents,) int64, increasing: tokens of the split up to the end of each document. A split without separators
@@ -200,7 +202,7 @@ def check_documents(folder: Path, *splits: str) -> None:
 
     Args:
         folder: Binarised data folder that :func:`check_folder` has accepted.
-        splits: Names of its splits.
+        splits: Names of the splits to check.
 
     Raises:
         UserError: The folder was prepared without boundaries or from rows that are lines of one document, or has no
@@ -229,8 +231,8 @@ def check_document_block(folder: Path, split: str, length: int) -> None:
 
     Args:
         folder: Binarised data folder.
-        split: Name of the split.
-        length: Tokens of a block.
+        split: Name of the split: ``train``, ``valid`` or ``test``.
+        length: Block length in tokens.
 
     Raises:
         UserError: The longest document has fewer tokens.
@@ -298,7 +300,7 @@ def write_index(path: Path, sizes: BinaryIO, dtype: str) -> None:
     """Write fairseq's index of a split, in bounded memory.
 
     Args:
-        path: The index file.
+        path: Output path, ``{split}.idx``.
         sizes: File with the tokens of each item, as little-endian int32.
         dtype: Dtype of the token ids, ``<u2`` or ``<u4``.
     """
@@ -393,8 +395,8 @@ class FileRecord:
     """A file as a manifest describes it; see :func:`describe_files`.
 
     Attributes:
-        bytes: Size of the file.
-        sha256: Digest of the file.
+        bytes: Size of the file in bytes.
+        sha256: SHA-256 digest of the content, in hexadecimal.
     """
 
     bytes: int
@@ -429,7 +431,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         The manifest; empty if there is none, or if another program wrote it.
 
     Raises:
-        UserError: The file is damaged.
+        UserError: The file is no JSON object, or a value has another type.
     """
     path = folder / MANIFEST
     if not os.path.lexists(path):
@@ -450,7 +452,7 @@ class Units:
         bytes: Bytes of the text in UTF-8, line ends included.
         words: Words between white space, and one for each line end: 245,569 in the test text of WikiText-103, as
             published.
-        documents: Documents.
+        documents: Number of documents.
     """
 
     tokens: Count

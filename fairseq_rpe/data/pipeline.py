@@ -31,7 +31,7 @@ def prepare_corpus(options: PrepareOptions, say: Callable[[str], None] = print) 
     """Make a corpus, unless it exists and is up to date.
 
     Args:
-        options: What to make.
+        options: Source files, output folder, tokenizer and splits.
         say: Prints a line of progress.
 
     Returns:

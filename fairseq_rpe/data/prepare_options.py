@@ -31,7 +31,7 @@ class PrepareOptions:
     """Options of ``fairseq-rpe prepare``: which corpus to make from which text.
 
     Attributes:
-        out: Folder of the corpus.
+        out: Output folder, which becomes a prepared corpus.
         train: Folders and files of the training split, or of the whole text if ``valid`` and ``test`` are empty.
         valid: Folders and files of the validation split.
         test: Folders and files of the test split.
@@ -91,6 +91,17 @@ class PrepareOptions:
         """
         if not self.train:
             raise UserError("no text is given: name folders or files")
+        self._check_splits()
+        self._check_ranges()
+        if self.documents and self.max_bytes:
+            raise UserError("--documents and --max-bytes are two limits: give one")
+        if self.documents and self.rows_are_lines:
+            raise UserError("--documents counts whole documents, and all rows of a file are one here: leave it out")
+        self._check_tokenizer()
+        if os.pathsep in str(self.out):
+            raise UserError(f"--out {self.out} has a '{os.pathsep}', where fairseq splits paths: rename it")
+
+    def _check_splits(self) -> None:
         if self.test_from_valid and (self.test or not self.valid):
             raise UserError("half of the valid split is to be the test split: give files for valid and none for test")
         if bool(self.valid) != bool(self.test) and not self.test_from_valid:
@@ -104,6 +115,8 @@ class PrepareOptions:
                 f"--valid-fraction {self.valid_fraction} and --test-fraction {self.test_fraction} "
                 "leave no text for training: their sum must be below 1"
             )
+
+    def _check_ranges(self) -> None:
         ranges = {
             "vocab_size": (MIN_VOCAB_SIZE, 10**6),
             "workers": (1, 256),
@@ -119,18 +132,14 @@ class PrepareOptions:
         for name, values in {"tokenizer": TOKENIZERS, "split_by": SPLIT_BY}.items():
             if getattr(self, name) not in values:
                 raise UserError(f"{_flag(name)} {getattr(self, name)} is none of {', '.join(values)}")
-        if self.documents and self.max_bytes:
-            raise UserError("--documents and --max-bytes are two limits: give one")
-        if self.documents and self.rows_are_lines:
-            raise UserError("--documents counts whole documents, and all rows of a file are one here: leave it out")
+
+    def _check_tokenizer(self) -> None:
         if self.vocab_size and (self.vocab_from or self.tokenizer == "gpt2"):
             raise UserError("--vocab-size has no effect on a given vocabulary: leave it out")
         if self.vocab_from and self.gpt2:
             raise UserError("--vocab-from and --gpt2 are two vocabularies: give one")
         if (self.tokenizer == "gpt2") != bool(self.gpt2) and not self.vocab_from:
             raise UserError("--tokenizer gpt2 and --gpt2 FOLDER go together: FOLDER has vocab.json and merges.txt")
-        if os.pathsep in str(self.out):
-            raise UserError(f"--out {self.out} has a '{os.pathsep}', where fairseq splits paths: rename it")
 
     def key(self) -> dict[str, Any]:
         """Return the options that decide the result, as a manifest has them: with lists instead of tuples."""
@@ -218,7 +227,7 @@ def preset_options(
     """Return the options with which a published corpus is prepared, its source files included.
 
     Args:
-        preset: The corpus.
+        preset: Published corpus, a value of :data:`CORPORA`.
         local_paths: Folders and files to read instead of a download.
         downloads: Folder where downloaded archives are stored.
         archive: Download the archive instead of the hub's files.
@@ -279,7 +288,7 @@ def compare_counts(
     Args:
         preset: The corpus with its published counts.
         splits: Counts of the prepared corpus by split and unit.
-        say: Prints a line.
+        say: Prints a line for each published count.
     """
     for unit, published in preset.counts.items():
         for split, expected in published.items():

@@ -56,7 +56,7 @@ def _cut(document: Document, valid: float, test: float) -> list[tuple[str, Docum
     """Cut a document into training, validation and test, in this order; all of it is training if it has no border.
 
     Args:
-        document: The document.
+        document: Document with text for all three splits.
         valid: Share of the characters for validation.
         test: Share of the characters for the test.
     """

@@ -67,7 +67,15 @@ def split_pieces(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
 
 
 def group_pieces(pieces: Iterable[tuple[str, Piece]], size: int = PIECE) -> Iterator[tuple[str, list[Piece]]]:
-    """Group pieces into chunks of about ``size`` characters of one split; the order within a split stays the same."""
+    """Group pieces into chunks of one split; the order within a split stays the same.
+
+    Args:
+        pieces: Pieces with their split, in any order of the splits.
+        size: Characters from which a chunk is complete.
+
+    Yields:
+        Split and chunk.
+    """
     chunks: defaultdict[str, list[Piece]] = defaultdict(list)
     sizes = Counter[str]()
     for split, piece in pieces:
@@ -88,8 +96,8 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
     """Encode pieces of one split.
 
     Args:
-        encoder: The tokenizer.
-        pieces: The pieces.
+        encoder: Tokenizer of the corpus.
+        pieces: Pieces of documents, in order.
         boundaries: Put BOS before each document.
 
     Returns:
@@ -152,7 +160,7 @@ def encode_chunks(
         chunks: Pieces with their split.
         kind: Kind of the tokenizer, a key of ``VOCABULARY_FILES``.
         folder: Folder with the files of the tokenizer.
-        workers: Number of processes.
+        workers: Number of processes that encode; 1 encodes in this one.
         boundaries: Put BOS before each document.
 
     Yields:
@@ -201,8 +209,8 @@ class SplitWriter:
     writes it.
 
     Args:
-        folder: Output folder.
-        split: Name of the split.
+        folder: Output folder, which exists.
+        split: Name of the split, which begins the names of the files.
         dtype: Dtype of the token ids, ``<u2`` or ``<u4``.
         boundaries: Whether the documents were encoded with boundaries.
 
@@ -262,8 +270,8 @@ def decode_documents(folder: Path, split: str) -> list[bytes]:
     """Decode a prepared split.
 
     Args:
-        folder: The prepared corpus.
-        split: Name of the split.
+        folder: Prepared corpus with document boundaries.
+        split: Name of the split: ``train``, ``valid`` or ``test``.
 
     Returns:
         The text of each document, with a newline at its end; one text for the whole split without boundaries.

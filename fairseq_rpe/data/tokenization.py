@@ -17,7 +17,7 @@ import sentencepiece
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS, read_dictionary
-from fairseq_rpe.utils.files import read_json
+from fairseq_rpe.utils.json_files import read_json
 
 MIN_VOCAB_SIZE = 300
 BYTES = 256  # the first symbols of a vocabulary are the bytes
@@ -110,7 +110,7 @@ def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
     """Train a BPE. The same lines give the same model, byte by byte.
 
     Args:
-        lines: The text.
+        lines: Training text, line by line.
         vocab_size: Symbols of the dictionary, the four special symbols and the 256 bytes included.
 
     Returns:
@@ -183,7 +183,7 @@ def find_gpt2_files(folder: Path) -> dict[str, Path]:
         Paths by the names that the files have in a prepared corpus. ``dict.txt`` is optional.
 
     Raises:
-        UserError: A file is missing.
+        UserError: The folder lacks the vocabulary or the merges.
     """
     files = {}
     for name, names in _GPT2_FILE_NAMES.items():

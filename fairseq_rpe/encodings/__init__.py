@@ -108,7 +108,7 @@ def load_module(path: str | Path) -> None:
     """Run a Python file that registers encodings; a file that was already run is skipped.
 
     Args:
-        path: the file.
+        path: a Python file that calls ``fairseq_rpe.encodings.register``.
 
     Raises:
         UserError: the file is missing, fails, changed after it was run, or registers nothing.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,23 +27,26 @@ class Encoding(EncodingInterface):
         config: an instance of ``Config``, a frozen dataclass of the options.
         heads: number of attention heads H.
         width: model width C; a head is C/H wide.
-        length: training length in tokens, or None if unknown; only encodings with a table of that size read it.
-        symbols: symbol of each id of the dictionary, or None if unknown; only ``setup`` sees them.
+        length: training length in tokens, or None if unknown; only encodings that depend on it use it.
+        symbols: symbol of each id of the dictionary, or None if unknown; available in ``setup`` only.
 
     Attributes:
-        formula: the encoding in one line, shown by ``fairseq-rpe list``.
-        paper: reference in one line, shown by ``fairseq-rpe list``.
-        sharing_modes: ways to share parameters over layers, of "model" and "layer", the default first.
+        formula: mathematical formula of the encoding in one line, shown by ``fairseq-rpe list``.
+        paper: authors, year and arXiv number of the paper in one line, shown by ``fairseq-rpe list``.
+        sharing_modes: possible ways to share parameters, the default first: "model", one set for all layers, or
+            "layer", one set for each layer.
         max_queries_per_call: function of (positions, dtype) that returns how many queries ``rotate`` can process in
             one call; None if the number is not limited.
         position_type: "any", "whole" if fractional positions have no meaning, "none" if positions are not read.
-        length_dependent: the encoding depends on the length of the whole row, so trailing padding must not count.
-        fixed_rotation: a rotated key depends on the key and its own position only, not on other tokens, so a KV cache
-            may store rotated keys. False, the default, is always correct: keys are then rotated on every read.
-        needs_token_ids: the encoding reads the ids of the tokens, ``Positions.tokens``.
+        length_dependent: whether the encoding depends on the length of the whole row; trailing padding must then not
+            count.
+        fixed_rotation: whether a rotated key depends only on the key and its own position, not on other tokens; a KV
+            cache may then store rotated keys. False, the default, is always correct: keys are rotated on every read.
+        needs_token_ids: whether the encoding uses the ids of the tokens, ``Positions.tokens``.
         bounded_reason: why scores without an additive bias, or with a content-dependent one, are bounded.
         dependence: how a content-dependent bias without a bound behaves, in one sentence.
-        changes_base: a RoPE base other than the model's is a method of context extension here, not a mistake.
+        changes_base: whether a RoPE base other than the trained model's is intended, as a method of context extension;
+            for other encodings it is a mistake and refused.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``, whose mantissas cannot represent positions or
     slopes.
@@ -72,7 +75,7 @@ class Encoding(EncodingInterface):
         self.config, self.heads, self.width, self.length = config, heads, width, length
         self.symbols = symbols
         self.setup()
-        self.symbols = None  # a copy of the model is not to copy the dictionary
+        self.symbols = None  # released, so that a copy of the model does not copy the dictionary
 
     def setup(self) -> None:
         """Create the parameters. ``config``, ``heads``, ``width`` and ``length`` are set before this is called."""
@@ -161,6 +164,7 @@ class Encoding(EncodingInterface):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def keep_precision(t: Tensor) -> Tensor:
+            """Move t as ``fn`` does, without its change to half precision."""
             converted = fn(t)
             is_narrow = converted.is_floating_point() and converted.dtype not in _WIDE
             return t.to(converted.device) if is_narrow and t.dtype in _WIDE else converted
@@ -230,10 +234,12 @@ class DistanceBias(Encoding):
         )
 
     def _pairwise(self, i: Tensor, j: Tensor) -> Tensor:
+        """Return the bias (B or 1, H, n, m) of all pairs of positions i (B or 1, n) and j (B or 1, m)."""
         d = (i[:, :, None] - j[:, None, :]).clamp_min(0)  # (B or 1, n, m)
         return self.bias(d.flatten()).unflatten(1, d.shape).transpose(0, 1)  # (H, B·n·m) -> (B or 1, H, n, m)
 
     def _pointwise(self, i: Tensor, j: Tensor, *parameters: Tensor) -> Tensor:
+        """Return the bias of one pair of positions, elementwise, for a head with these parameters."""
         return self.head_bias((i - j).clamp_min(0), *parameters)
 
 
@@ -273,6 +279,26 @@ class Absolute(Encoding):
         return x + self.vectors(pos.q).to(x.dtype)
 
 
+# cos and sin (B or 1, 1, n, 2P) of a rotation, and the scale (B or 1, 1, n or 1, 1) of elements that pass through
+CosSin = tuple[Tensor, Tensor, Tensor | None]
+
+
+class _CachedCosSin(NamedTuple):
+    """Result of ``Rotary._cos_sin`` for the tensor ``at`` and the object ``pos`` themselves, not for equal ones."""
+
+    at: Tensor
+    pos: Positions
+    cos_sin: CosSin
+
+
+class _CachedAngles(NamedTuple):
+    """Result of ``Rotary.angles`` for the tensor ``at`` and the object ``pos`` themselves, not for equal ones."""
+
+    at: Tensor
+    pos: Positions
+    angles: Tensor
+
+
 class Rotary(Encoding):
     """Base class of rotary encodings, which rotate pairs of elements of q and k. Implement ``angles``.
 
@@ -304,8 +330,8 @@ class Rotary(Encoding):
 
     def setup(self) -> None:
         """Compute the rotated width and initialise the caches; subclasses set ``rotary_fraction`` first."""
-        self._cos_sin_cache: dict[bool, tuple[Tensor, Positions, tuple[Tensor, Tensor, Tensor | None]]] = {}
-        self._angle_cache: tuple[Tensor, Positions, Tensor] | None = None
+        self._cos_sin_cache: dict[bool, _CachedCosSin] = {}  # by ``key``: one of queries and one of keys
+        self._angle_cache: _CachedAngles | None = None
         head = self.width // self.heads
         self.rotated = int(head * self.rotary_fraction)
         if self.rotated < 2 or self.rotated % 2:
@@ -326,7 +352,7 @@ class Rotary(Encoding):
         return None
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
-        """Rotate queries, or keys with ``key``, x (B, H, n, D); same shape."""
+        """Rotate x (B, H, n, D), which are keys with ``key`` and else queries, for positions ``at``; same shape."""
         return self._rotate_pairs(x, *self._cos_sin(at, pos, key))
 
     def _rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None) -> Tensor:
@@ -352,28 +378,28 @@ class Rotary(Encoding):
         return torch.cat([a * cos - b * sin, b * cos + a * sin, passed], dim=-1).to(x.dtype)
 
     @torch.no_grad()
-    def _cos_sin(self, at: Tensor, pos: Positions, key: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _cos_sin(self, at: Tensor, pos: Positions, key: bool) -> CosSin:
         """Return cos (repeated for both elements of a pair), sin with signs (-, +), and the scale of other elements.
 
-        cos and sin are (B or 1, 1, n, 2P). They are cached by the identity of ``at`` and ``pos``, so that all layers
-        of a forward pass share them.
+        All layers of a forward pass share them: they are cached for the objects ``at`` and ``pos``.
+
+        Args:
+            at: (B or 1, n) positions for which queries or keys are rotated.
+            pos: positions of all tokens.
+            key: whether keys are rotated.
         """
         cached = self._cos_sin_cache.get(key)
-        if cached is None or cached[0] is not at or cached[1] is not pos:
+        if cached is None or cached.at is not at or cached.pos is not pos:
             float_at = at if at.is_floating_point() else at.to(torch.float32)
-            if self._angle_cache is None or self._angle_cache[0] is not at or self._angle_cache[1] is not pos:
-                self._angle_cache = at, pos, self.angles(float_at, pos)
-            cached = self._cos_sin_cache[key] = (
-                at,
-                pos,
-                self._cos_sin_of_angles(self._angle_cache[2], float_at, pos, key),
-            )
-        return cached[2]
+            # queries and keys at the same positions share the angles, but not the amplitude
+            if self._angle_cache is None or self._angle_cache.at is not at or self._angle_cache.pos is not pos:
+                self._angle_cache = _CachedAngles(at, pos, self.angles(float_at, pos))
+            cos_sin = self._cos_sin_of_angles(self._angle_cache.angles, float_at, pos, key)
+            cached = self._cos_sin_cache[key] = _CachedCosSin(at, pos, cos_sin)
+        return cached.cos_sin
 
-    def _cos_sin_of_angles(
-        self, angles: Tensor, at: Tensor, pos: Positions, key: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what ``_cos_sin`` does for given angles (B or 1, n, P), keeping their gradient."""
+    def _cos_sin_of_angles(self, angles: Tensor, at: Tensor, pos: Positions, key: bool) -> CosSin:
+        """Return the result of ``_cos_sin`` for angles (B or 1, n, P), uncached and with the angles' gradient."""
         cos, sin, scale = angles.cos(), angles.sin(), None
         amplitude = self.amplitude(at, pos, key)
         if amplitude is not None:

@@ -142,7 +142,7 @@ class Bipe(Encoding):
         self.register_buffer("ends", torch.tensor(ids, dtype=torch.int64))
 
     def segments_and_offsets(self, pos: Positions) -> tuple[Tensor, Tensor]:
-        """Return the segments of all tokens and their indices within them; see :func:`count_segments`."""
+        """Return the segment of each token and its index within the segment, as :func:`count_segments` does."""
         if pos.tokens is None:
             raise UserError(
                 "'bipe' reads the tokens, which are not available here: train and evaluate it as a model, or pass "
@@ -154,13 +154,15 @@ class Bipe(Encoding):
 
     def prepare_positions(self, pos: Positions) -> Positions:
         """Return the segments of tokens as positions."""
-        segments = self.segments_and_offsets(pos)[0].to(pos.k.dtype)
+        segments, _ = self.segments_and_offsets(pos)
+        segments = segments.to(pos.k.dtype)  # (B, m)
         return SegmentPositions(segments[:, -pos.q.shape[1] :], segments, 1.0, contiguous=False)
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
         """Add the vectors of indices within segments to x (B, n, C); same shape."""
         check_embedding_input(x, pos, self.width)
-        offset = self.segments_and_offsets(pos)[1][:, -x.shape[1] :]  # (B, n)
+        _, offsets = self.segments_and_offsets(pos)
+        offset = offsets[:, -x.shape[1] :]  # (B, n), of the last n tokens
         if self.table is None:
             return x + self.waves.vectors(offset.to(pos.k.dtype)).to(x.dtype)
         return x + F.embedding(offset.clamp_max(len(self.table) - 1), self.table).to(x.dtype)
@@ -190,13 +192,13 @@ class Bipe(Encoding):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         loaded = state_dict.get(prefix + "ends")
         if isinstance(loaded, Tensor) and loaded.dim() == 1 and loaded.dtype == torch.int64:
-            self.ends = torch.zeros_like(
-                loaded, device=self.ends.device
-            )  # filled with the delimiters of the trained model
+            # the number of delimiters may differ from that of this encoding, and loading needs equal shapes
+            self.ends = torch.zeros_like(loaded, device=self.ends.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def _require_segments(pos: Positions) -> Positions:
+    """Return ``pos``; refuse positions that did not pass through ``prepare_positions``."""
     if not isinstance(pos, SegmentPositions):
         raise UserError(
             "'bipe' depends in attention on where the text's segments end, not on positions alone: call "

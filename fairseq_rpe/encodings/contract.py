@@ -6,7 +6,7 @@ package are not checked at run time; a test runs the same checks on all of them.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -65,8 +65,10 @@ _FAMILIES: dict[type[Encoding], tuple[tuple[str, ...], tuple[str, ...]]] = {
     Absolute: (("vectors", "embed"), ()),
     Encoding: (_HOOKS, ()),
 }
+# hooks by the shape that _outputs returns for them
 _SQUARE = ("rotate", "position_bias", "content_bias", "transform_scores", "relative_values")  # (…, queries, keys)
-_BY_QUERY = ("embed", "token_features")  # (…, queries, width); ``value`` has all keys
+_BY_QUERY = ("embed", "token_features")  # (…, queries, width); ``value`` is (…, keys, width)
+# by class: the options, sizes and devices for which it has passed the check
 _checked: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -79,7 +81,8 @@ def check_contract(encoding: Encoding, symbols: int = 0) -> None:
 
     Args:
         encoding: any encoding; those of this package are skipped.
-        symbols: size of the dictionary, 0 if unknown; hooks of an encoding that reads tokens are checked only with one.
+        symbols: number of symbols of the dictionary, or 0 if unknown; the hooks of an encoding that needs token ids are
+            not checked without it.
 
     Raises:
         ContractError: a method is missing, misspelt or fails, or returns what attention cannot use. It is a UserError
@@ -102,10 +105,10 @@ def check(encoding: Encoding, symbols: int = 0) -> None:
 
     Args:
         encoding: any encoding.
-        symbols: size of the dictionary, 0 if unknown.
+        symbols: number of symbols of the dictionary, or 0 if unknown.
 
     Raises:
-        ContractError: as :func:`check_contract`.
+        ContractError: a method is missing, misspelt or fails, or returns what attention cannot use.
     """
     check_class(encoding)
     device = _device(encoding)
@@ -117,7 +120,8 @@ def check(encoding: Encoding, symbols: int = 0) -> None:
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):
-        with suppress(RuntimeError, TypeError):  # some attributes of an author's class cannot be copied
+        # a user's class may have attributes that cannot be copied; then the encoding itself is checked
+        with suppress(RuntimeError, TypeError):
             encoding = copy.deepcopy(encoding)
         training = encoding.training
         try:
@@ -133,16 +137,17 @@ def check_class(encoding: Encoding) -> None:
         encoding: an instance of the class.
 
     Raises:
-        ContractError: names the class, the method and the misspelt name.
+        ContractError: the class lacks a method or has a misspelt one; the message names class and method.
     """
     cls = type(encoding)
     if is_shipped(cls):
         return
     family = next(base for base in _FAMILIES if isinstance(encoding, base))
     required, optional = _FAMILIES[family]
+    # hooks may also be attributes that ``setup`` sets, or methods of an encoding of this package
     set_later = any(name in vars(encoding) for name in _HOOKS)
     inherited = any(is_shipped(base) and base not in _FAMILIES for base in cls.__mro__[: cls.__mro__.index(family)])
-    check_hook_names(cls, family, required, (*optional, *_HOOKS, *_OTHER_NAMES), filled=set_later or inherited)
+    check_hook_names(cls, family, required, (*optional, *_HOOKS, *_OTHER_NAMES), set_later or inherited)
     if cls.position_type not in ("any", "whole", "none"):
         raise_contract_error(cls, None, f"has position_type = {cls.position_type!r}, expected 'any', 'whole' or 'none'")
     if isinstance(encoding, Rotary) and not hasattr(encoding, "rotated"):
@@ -150,6 +155,7 @@ def check_class(encoding: Encoding) -> None:
 
 
 def _device(encoding: Encoding) -> torch.device:
+    """Return the device of the parameters or buffers, or torch's default device without any."""
     first = next(encoding.parameters(), next(encoding.buffers(), None))
     return torch.get_default_device() if first is None else first.device
 
@@ -159,7 +165,7 @@ class _ContractCheck(HookProbe):
 
     def __init__(self, encoding: Encoding, symbols: int, device: torch.device) -> None:
         super().__init__(encoding, symbols, device)
-        self.generator = torch.Generator().manual_seed(1)
+        self.generator = torch.Generator().manual_seed(1)  # any seed: inputs only need to be the same in each process
         double = any(p.dtype == torch.float64 for p in encoding.parameters())
         self.dtypes = WIDE[1:] if double else WIDE  # float64 parameters are not used with float32 positions
 
@@ -177,10 +183,12 @@ class _ContractCheck(HookProbe):
         self._unless_declined(self._reports)
 
     def _unless_declined(self, step: Callable[..., None], *args: Any) -> None:
+        """Run a step until the encoding raises a UserError."""
         with suppress(Declined):
             step(*args)
 
     def _random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Draw normal numbers on the CPU in float64, so that they do not depend on dtype and device."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu").to(self.device, dtype)
 
     def _inputs(self, dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
@@ -190,21 +198,35 @@ class _ContractCheck(HookProbe):
         return {"x": self._random(rows, self.tokens, self.width, dtype=dtype), **heads}
 
     def _positions(self, k: Tensor, queries: int | None = None, rows: int = 1, **kind: Any) -> Positions:
-        """Return positions k (B or 1, m) of tokens, the last of which are queries, with token ids if needed."""
+        """Return positions, with token ids if the encoding needs them.
+
+        Args:
+            k: (B or 1, m) positions of the tokens.
+            queries: number of queries, which are the last tokens; None: all.
+            rows: batch size of the token ids.
+            kind: ``step`` and ``contiguous`` of :class:`Positions`.
+        """
         m, ids = k.shape[1], None
         if self.encoding.needs_token_ids:
             ids = (torch.arange(rows * m, device=self.device) % self.symbols).view(rows, m)
         return Positions(k[:, m - (queries or m) :], k, tokens=ids, **kind)
 
     def _arange(self, dtype: torch.dtype, m: int | None = None, queries: int | None = None, rows: int = 1) -> Positions:
+        """Return positions 0 … m-1, with the arguments of :meth:`_positions`; m is the sample's tokens by default."""
         k = torch.arange(m or self.tokens, device=self.device, dtype=dtype)[None]
         return self._positions(k, queries, rows)
 
     def _family(self, dtype: torch.dtype, near: bool) -> None:
-        """Check the family's method at the first positions or distances, without ``near`` at large ones as well."""
+        """Check the method that the encoding's family calls.
+
+        Args:
+            dtype: dtype of positions or distances.
+            near: whether they are 0, 1, 2, …; otherwise the last of them are replaced by large ones.
+        """
         encoding, cls = self.encoding, self.cls
 
         def sample(count: int) -> Tensor:
+            """Return ``count`` positions or distances."""
             first = torch.arange(count, device=self.device, dtype=dtype)
             return first if near else torch.cat([first[: -len(FAR_DISTANCES)], first.new_tensor(FAR_DISTANCES)])
 
@@ -215,32 +237,36 @@ class _ContractCheck(HookProbe):
         if isinstance(encoding, PairwiseBias) and cls.position_bias is PairwiseBias.position_bias:
             self.bias("bias", self.call("bias", pos.q, pos.k), pos, (dtype,))
         elif isinstance(encoding, Rotary) and self.overrides(Rotary, "angles"):
-            pairs = encoding.rotated // 2
-            self.tensor("angles", self.call("angles", pos.k, pos), [(1, self.tokens, pairs)], (dtype,))
-            for key in (False, True):
-                output = self.call("amplitude", pos.k, pos, key)
-                if output is not None and (
-                    near or encoding.max_queries_per_call is None
-                ):  # it has the range of some queries
-                    widths = (1,) if encoding.scale_whole_head else (1, pairs)
-                    shapes = [(1, n, width) for n in (1, self.tokens) for width in widths]
-                    self.tensor("amplitude", output, shapes, WIDE)
+            self._rotary_family(encoding, pos, dtype, near)
         elif isinstance(encoding, Absolute) and self.overrides(Absolute, "vectors"):
             self.tensor("vectors", self.call("vectors", pos.k), [(1, self.tokens, self.width)], WIDE)
+
+    def _rotary_family(self, encoding: Rotary, pos: Positions, dtype: torch.dtype, near: bool) -> None:
+        """Check ``angles`` and ``amplitude``; the arguments are those of :meth:`_family`."""
+        pairs = encoding.rotated // 2
+        self.tensor("angles", self.call("angles", pos.k, pos), [(1, self.tokens, pairs)], (dtype,))
+        widths = (1,) if encoding.scale_whole_head else (1, pairs)
+        shapes = [(1, n, width) for n in (1, self.tokens) for width in widths]
+        for key in (False, True):
+            output = self.call("amplitude", pos.k, pos, key)
+            # with a limit of queries, an amplitude is finite only for positions as near as those of one call
+            if output is not None and (near or encoding.max_queries_per_call is None):
+                self.tensor("amplitude", output, shapes, WIDE)
 
     def _plain(self, dtype: torch.dtype) -> None:
         """Check all hooks at plain positions."""
         for _ in self._call_hooks(self._inputs(dtype, 2), self._arange(dtype, rows=2)):
-            pass
+            pass  # the generator checks while it runs
 
     def _uneven(self) -> None:
         """Check all hooks with unevenly spaced positions, fractional ones if the encoding accepts them."""
         dtype, whole = self.dtypes[0], self.encoding.position_type == "whole"
+        # distances 1, 2, 3, 1, … between neighbours, or 0.375 times those
         steps = 1.0 + torch.arange(2 * self.tokens, device=self.device, dtype=dtype).view(2, -1) % 3
         k = (steps if whole else steps * 0.375).cumsum(1)
         pos = self._positions(k - k[:, :1], rows=2, step=1.0 if whole else None, contiguous=False)
         for _ in self._call_hooks(self._inputs(dtype, 2), pos):
-            pass
+            pass  # the generator checks while it runs
 
     def _call_hooks(self, tensors: dict[str, Tensor], pos: Positions) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Call every hook and check what it returns; yield its name, its output, and the input that it depends on."""
@@ -282,35 +308,52 @@ class _ContractCheck(HookProbe):
 
     def _gradients(self) -> None:
         """Check that a finite gradient reaches the input of each hook, and all parameters."""
-        dtype, reached = self.dtypes[0], set[str]()
+        dtype, trained = self.dtypes[0], set[str]()
         tensors = {name: x.requires_grad_() for name, x in self._inputs(dtype, 2).items()}
         learned = {name: p for name, p in self.encoding.named_parameters() if p.requires_grad}
         for method, output, source in self._call_hooks(tensors, self._arange(dtype, rows=2)):
-            weights = self._random(*output.shape, dtype=output.dtype)
-            # hidden keys have no gradient in attention
-            loss = (output.masked_fill(output.isneginf(), 0.0) * weights).sum()
-            inputs = {"its input": source} if source is not None else {}
-            targets = {**inputs, **{f"its parameter '{name}'": p for name, p in learned.items()}}
-            grads: tuple[Tensor | None, ...] = ()
-            if loss.requires_grad and targets:  # hooks may share a graph
-                grads = torch.autograd.grad(loss, [*targets.values()], allow_unused=True, retain_graph=True)
-            for name, grad in zip(targets, grads, strict=False):
-                if grad is not None and not bool(torch.isfinite(grad).all()):
-                    self.refuse(method, f"has the gradient {first_nonfinite(grad)} for {name}, expected a finite one")
-            if source is not None and (not grads or grads[0] is None):
-                self.refuse(method, "passes no gradient to its input: do not detach it")
-            parameter_grads = grads[len(inputs) :]
-            reached |= {name for name, grad in zip(learned, parameter_grads, strict=False) if grad is not None}
-        unreached = [f"'{name}'" for name in learned if name not in reached]
-        if unreached:
-            text = f"has parameters that get no gradient ({', '.join(unreached)}): its hooks detach or do not use them"
+            trained |= self._check_gradients(method, output, source, learned)
+        missing = [f"'{name}'" for name in learned if name not in trained]
+        if missing:
+            text = f"has parameters that get no gradient ({', '.join(missing)}): its hooks detach or do not use them"
             if isinstance(self.encoding, Rotary) and self.cls.rotate is Rotary.rotate:
                 text += "; Rotary.rotate computes angles without gradients, so learned angles need their own rotate"
             raise_contract_error(self.cls, None, text)
 
+    def _check_gradients(
+        self, method: str, output: Tensor, source: Tensor | None, learned: Mapping[str, Tensor]
+    ) -> set[str]:
+        """Check that the gradients of a hook's output are finite, and that one reaches its input.
+
+        Args:
+            method: name of the hook.
+            output: tensor that the hook returned, or that was computed from its result.
+            source: the input that it should depend on, or None.
+            learned: parameters of the encoding by name.
+
+        Returns:
+            The names of the parameters that a gradient reaches.
+        """
+        weights = self._random(*output.shape, dtype=output.dtype)
+        # hidden keys have no gradient in attention
+        loss = (output.masked_fill(output.isneginf(), 0.0) * weights).sum()
+        inputs = {"its input": source} if source is not None else {}
+        targets = {**inputs, **{f"its parameter '{name}'": p for name, p in learned.items()}}
+        grads: tuple[Tensor | None, ...] = ()
+        if loss.requires_grad and targets:
+            # the graph is retained, since hooks may share one
+            grads = torch.autograd.grad(loss, [*targets.values()], allow_unused=True, retain_graph=True)
+        for name, grad in zip(targets, grads, strict=False):
+            if grad is not None and not bool(torch.isfinite(grad).all()):
+                self.refuse(method, f"has the gradient {first_nonfinite(grad)} for {name}, expected a finite one")
+        if source is not None and (not grads or grads[0] is None):
+            self.refuse(method, "passes no gradient to its input: do not detach it")
+        parameter_grads = grads[len(inputs) :]
+        return {name for name, grad in zip(learned, parameter_grads, strict=False) if grad is not None}
+
     @torch.no_grad()
     def _decoding(self) -> None:
-        """Check that one query of the first m tokens, as in decoding, gives the same as a pass over all n."""
+        """Check that one query of the first m tokens, as in decoding, gives the same as a pass over all n tokens."""
         n, tensors = self.tokens, self._inputs(torch.float64, 1)
         full = self._outputs(tensors, self._arange(torch.float64), 0)
         for last in (n // 2, n - 1):
@@ -323,22 +366,23 @@ class _ContractCheck(HookProbe):
                 raise_contract_error(
                     self.cls, None, f"has other hooks for {m} tokens than for {n}: let a hook always return a bias"
                 )
+            label = f"one query of {m} tokens, as in decoding,"
             for (method, output), (_, step_output) in zip(full, decoded, strict=True):
-                if method in _SQUARE:
-                    expected = output[..., last : last + 1, :m]
-                else:
-                    expected = output[..., last : last + 1, :] if method in _BY_QUERY else output[..., :m, :]
-                if method in (
-                    "position_bias",
-                    "content_bias",
-                ):  # softmax is invariant to what all keys of a query share
+                expected = _first_tokens(method, output, last)
+                if method in ("position_bias", "content_bias"):
+                    # softmax does not change if a number is added to all keys of a query
                     expected, step_output = (x - x[..., -1:] for x in (expected, step_output))
-                label = f"one query of {m} tokens, as in decoding,"
                 self._same(self.author(method), expected, step_output, label, f"all {n} tokens")
         self._check_cached(tensors["k"])
 
     def _outputs(self, tensors: dict[str, Tensor], pos: Positions, first: int) -> list[tuple[str, Tensor]]:
-        """Return what attention receives from each hook, by name, with the tokens from ``first`` on as queries."""
+        """Return what attention receives from each hook, by name.
+
+        Args:
+            tensors: x, q, k and v of all tokens, as :meth:`_inputs` returns them.
+            pos: positions of the tokens, of which the last ones are queries.
+            first: index of the first query.
+        """
         x, q, k, v = tensors["x"], tensors["q"][:, :, first:], tensors["k"], tensors["v"]
         outputs: list[tuple[str, Tensor]] = []
         if self.has("embed"):
@@ -369,7 +413,7 @@ class _ContractCheck(HookProbe):
         return outputs
 
     def _check_cached(self, k: Tensor) -> None:
-        """Check that what decoding caches does not change with more tokens: rotated keys, and tables of distances."""
+        """Check that rotated keys and tables of distances, which decoding caches, do not change with more tokens."""
         n, dtype = self.tokens, torch.float64
         if self.encoding.rotates and self.encoding.fixed_rotation:
             rotated_keys = []
@@ -384,7 +428,16 @@ class _ContractCheck(HookProbe):
             self._same(name, tables[1], tables[0], f"{n} distances", f"{2 * n}", "set length_dependent = True")
 
     def _same(self, method: str, expected: Tensor, output: Tensor, label: str, other: str, remedy: str = "") -> None:
-        """Refuse outputs that differ; ``label`` and ``other`` name them in the message."""
+        """Refuse outputs that differ by more than rounding.
+
+        Args:
+            method: name of the hook.
+            expected: output of the hook for the inputs that ``other`` describes.
+            output: output of the hook for the inputs that ``label`` describes; broadcasts with ``expected``.
+            label: description for the message.
+            other: description for the message.
+            remedy: what the user can do; by default the remedy for a hook that depends on later tokens.
+        """
         remedy = remedy or "let it read earlier tokens alone, or set length_dependent = True"
         a, b = torch.broadcast_tensors(expected, output)
         hidden = a.isneginf(), b.isneginf()
@@ -409,3 +462,10 @@ class _ContractCheck(HookProbe):
             self.refuse(
                 "log_bias_formulas", f"returned {len(formulas)} formulas, expected {self.heads}, one for each head"
             )
+
+
+def _first_tokens(method: str, output: Tensor, last: int) -> Tensor:
+    """Return the part of a hook's output for all tokens that one query, token ``last``, and the keys up to it have."""
+    if method in _SQUARE:
+        return output[..., last : last + 1, : last + 1]
+    return output[..., last : last + 1, :] if method in _BY_QUERY else output[..., : last + 1, :]

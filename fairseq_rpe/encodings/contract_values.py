@@ -1,4 +1,8 @@
-"""Calls the hooks of a user's encoding and checks shapes, dtypes and values of what they return."""
+"""Calls the hooks of a user's encoding and checks shapes, dtypes and values of what they return.
+
+Each method of :class:`HookProbe` checks the value of one hook, and raises a ContractError that names the encoding's
+class, the hook and what it should return.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
@@ -31,7 +35,7 @@ _BIAS_TYPES = ", ".join(bias_type.__name__ for bias_type in get_args(Bias))
 
 
 class Declined(Exception):
-    """The encoding refuses an input by its own UserError, which users see when they use it that way."""
+    """The encoding refuses an input by a UserError. This is no fault of it: users will see that error."""
 
 
 class HookProbe:
@@ -39,8 +43,15 @@ class HookProbe:
 
     Args:
         encoding: the encoding, in evaluation mode.
-        symbols: size of the dictionary, for encodings that read tokens.
-        device: device of its parameters.
+        symbols: number of symbols of the dictionary, for encodings that need token ids.
+        device: device of the encoding's parameters.
+
+    Attributes:
+        heads: H.
+        width: model width C = H·D.
+        head: width D of a head.
+        tokens: number n of tokens of a sample.
+        distances: number R of distances at which a log-bias is checked.
     """
 
     def __init__(self, encoding: Encoding, symbols: int, device: torch.device) -> None:
@@ -48,16 +59,26 @@ class HookProbe:
         self.heads, self.width = encoding.heads, encoding.width
         self.head = self.width // self.heads
         taken = {self.heads, self.head, self.width}
-        # axes have different sizes, so that none can be mistaken for another
+        # axes have different sizes, so that a hook that confuses two of them returns a wrong shape; three sizes are
+        # taken, so one of four primes is free
         self.tokens = next(n for n in (11, 13, 17, 19) if n not in taken)
         self.distances = 64 if self.heads != 64 else 66
 
     def call(self, method: str, *args: Any, function: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-        """Call ``method`` of the encoding, or ``function`` in its place.
+        """Call a hook of the encoding.
+
+        Args:
+            method: name of the hook, also for the error.
+            args: positional arguments of the hook.
+            function: function to call instead, such as one that the hook returned.
+            kwargs: keyword arguments of the hook.
+
+        Returns:
+            What the hook returns, unchecked.
 
         Raises:
             Declined: the encoding raises a UserError.
-            ContractError: it raises another error.
+            ContractError: the encoding raises another error.
         """
         try:
             return call_user_method(self.cls, method, function or getattr(self.encoding, method), *args, **kwargs)
@@ -75,14 +96,15 @@ class HookProbe:
         return getattr(self.cls, method) is not getattr(family, method)
 
     def author(self, method: str) -> str:
-        """Return the method that the author wrote, from which a family's ``position_bias`` takes its values."""
-        if (
-            method == "position_bias"
-            and isinstance(self.encoding, DistanceBias)
-            and self.cls.position_bias is DistanceBias.position_bias
-        ):
+        """Return the name of the method that the user wrote, to blame it in an error about ``method``.
+
+        ``position_bias`` of the families DistanceBias and PairwiseBias calls a method that users write.
+        """
+        if method != "position_bias":
+            return method
+        if isinstance(self.encoding, DistanceBias) and self.cls.position_bias is DistanceBias.position_bias:
             return "bias" if self.overrides(DistanceBias, "bias") else "head_bias"
-        return "bias" if method == "position_bias" and self.cls.position_bias is PairwiseBias.position_bias else method
+        return "bias" if self.cls.position_bias is PairwiseBias.position_bias else method
 
     def refuse(self, method: str, text: str) -> None:
         """Raise a ContractError about ``method``."""
@@ -95,7 +117,18 @@ class HookProbe:
     def tensor(
         self, method: str, x: Any, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], finite: bool = True
     ) -> None:
-        """Refuse what is not a tensor of one of ``shapes`` and ``dtypes`` on this device, or is not finite."""
+        """Refuse a value that is not a tensor as expected.
+
+        Args:
+            method: name of the hook that returned the value.
+            x: the value.
+            shapes: shapes that are allowed.
+            dtypes: dtypes that are allowed.
+            finite: whether every entry must be finite.
+
+        Raises:
+            ContractError: ``x`` is no tensor or on another device, or its shape, its dtype or an entry is not allowed.
+        """
         if not isinstance(x, Tensor) or tuple(x.shape) not in shapes:
             self.returned(method, x, " or ".join(map(str, dict.fromkeys(shapes))))
         if x.dtype not in dtypes:
@@ -107,24 +140,29 @@ class HookProbe:
 
     def log_bias(self, encoding: DistanceBias, d: Tensor) -> None:
         """Check ``bias``, or ``head_bias`` with ``head_parameters``, at the distances d (R,)."""
-        shape = self.heads, len(d)
         if self.overrides(DistanceBias, "bias"):
             name, output = "bias", self.call("bias", d)
         else:
-            name, parameters = "head_bias", self.call("head_parameters", d)
-            if not isinstance(parameters, tuple):
-                self.returned("head_parameters", parameters, "a tuple of tensors")
-            for parameter in parameters:
-                self.tensor("head_parameters", parameter, [(self.heads,)], (d.dtype,))
-            output = self.call("head_bias", d, *(x[:, None] for x in parameters))
-            if isinstance(output, Tensor) and output.shape in ((len(d),), (1, len(d)), (self.heads, 1)):
-                output = output.expand(shape)
-        self.tensor(name, output, [shape], (d.dtype,), finite=False)
+            name, output = "head_bias", self._call_head_bias(d)
+        self.tensor(name, output, [(self.heads, len(d))], (d.dtype,), finite=False)
+        # -inf hides a distance, but a token must see itself
         bad = output.isnan() | (output == torch.inf) | (output.isneginf() & (d == 0))
         if bool(bad.any()):
             head, column = bad.nonzero()[0].tolist()
             value = f"{output[head, column].item()} at d = {int(d[column]):,}"
             self.refuse(name, f"returned {value}, expected a finite log-bias")
+
+    def _call_head_bias(self, d: Tensor) -> Any:
+        """Return ``head_bias`` of all heads (H, R), after a check of ``head_parameters``."""
+        parameters = self.call("head_parameters", d)
+        if not isinstance(parameters, tuple):
+            self.returned("head_parameters", parameters, "a tuple of tensors")
+        for parameter in parameters:
+            self.tensor("head_parameters", parameter, [(self.heads,)], (d.dtype,))
+        output = self.call("head_bias", d, *(x[:, None] for x in parameters))
+        if isinstance(output, Tensor) and output.shape in ((len(d),), (1, len(d)), (self.heads, 1)):
+            return output.expand(self.heads, len(d))
+        return output
 
     def prepared_positions(self, pos: Positions) -> Positions:
         """Return and check ``prepare_positions``."""
@@ -138,13 +176,22 @@ class HookProbe:
         return output
 
     def rotation_positions(self, pos: Positions) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the positions at which queries and keys are rotated: their own, or those of each region."""
+        """Check ``rotation_regions``.
+
+        Args:
+            pos: positions of the queries and keys.
+
+        Returns:
+            The positions for which queries are rotated and those for which keys are: one tensor each for every region,
+            or the true positions for an encoding without regions.
+        """
         regions = self.call("rotation_regions", pos)
         if regions is None:
             return [pos.q], [pos.k]
         if not isinstance(regions, tuple) or not all(isinstance(region, RotationRegion) for region in regions):
             self.returned("rotation_regions", regions, "a tuple of RotationRegion or None")
-        i, j = pos.q[:, :, None], pos.k[:, None]
+        i, j = pos.q[:, :, None], pos.k[:, None]  # (B or 1, n, 1), (B or 1, 1, m)
+        # of each pair, the number of regions that it is in
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for region in regions:
             for at, like in ((region.q, pos.q), (region.k, pos.k)):
@@ -155,11 +202,22 @@ class HookProbe:
         return [region.q for region in regions], [region.k for region in regions]
 
     def position_bias(self, method: str, bias: Any, pos: Positions, rows: int = 0) -> None:
-        """Check type and tensors of a bias; ``rows``: batch size of queries and keys, 0 for a bias of positions."""
+        """Check the type of a bias and the shapes of its tensors.
+
+        Args:
+            method: name of the hook that returned the bias.
+            bias: what the hook returned, not None.
+            pos: positions of the n queries and m keys.
+            rows: batch size B of the queries and keys that the bias depends on; 0 for a bias of positions alone.
+
+        Raises:
+            ContractError: ``bias`` is of no type of bias, or one of its tensors has a wrong shape.
+        """
         n, m, heads = pos.q.shape[1], pos.k.shape[1], self.heads
         batch = [rows] if rows else [1, len(pos.k)]
 
         def check_shape(name: str, x: Any, *shapes: tuple[int | None, ...]) -> None:
+            """Refuse the bias unless its field ``name`` has one of ``shapes``, where None is any size."""
             shape = tuple(x.shape) if isinstance(x, Tensor) else ()
             if not any(
                 len(shape) == len(s) and all(b in (None, a) for a, b in zip(shape, s, strict=True)) for s in shapes
@@ -194,7 +252,18 @@ class HookProbe:
             self.returned(method, bias, f"a bias ({_BIAS_TYPES}) or None")
 
     def bias(self, method: str, output: Any, pos: Positions, dtypes: Sequence[torch.dtype], rows: int = 0) -> None:
-        """Refuse a bias that is not (B or 1, H, n, m), has NaN or inf, or hides a token from itself."""
+        """Refuse a dense bias of a wrong shape or dtype, with NaN or inf, or with -inf for a token and itself.
+
+        Args:
+            method: name of the hook that returned the bias.
+            output: the dense bias, expected as (B or 1, H, n, m).
+            pos: positions of the n queries and m keys.
+            dtypes: dtypes that are allowed.
+            rows: batch size B of the queries and keys that the bias depends on; 0 for a bias of positions alone.
+
+        Raises:
+            ContractError: the bias is refused.
+        """
         n, m = pos.q.shape[1], pos.k.shape[1]
         self.tensor(method, output, [(b, self.heads, n, m) for b in (1, max(rows, len(pos.k)))], dtypes, finite=False)
         hidden = future(n, m, self.device)
@@ -208,7 +277,13 @@ class HookProbe:
             self.refuse(method, "returned -inf for a token and itself, expected a finite log-bias")
 
     def transformed_weights(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
-        """Return attention weights (B, H, n, m) of the scores that ``transform_scores`` returns."""
+        """Check ``transform_scores`` and return the attention weights (B, H, n, m) of the scores that it returns.
+
+        Args:
+            q: (B, H, n, D).
+            k: (B, H, m, D).
+            pos: positions of the n queries and m keys.
+        """
         n, m = q.shape[2], k.shape[2]
         hidden = future(n, m, q.device)
         scores = (torch.matmul(q, k.mT) * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
@@ -246,12 +321,12 @@ class HookProbe:
 
 
 def future(n: int, m: int, device: torch.device) -> Tensor:
-    """Return (n, m) bool, whether the key is after the query, for queries that are the last n of m tokens."""
+    """Return (n, m) bool, True where the key is after the query; the queries are the last n of the m tokens."""
     return torch.ones(n, m, dtype=torch.bool, device=device).triu(m - n + 1)
 
 
 def first_nonfinite(x: Tensor) -> float:
-    """Return the first value that is not finite."""
+    """Return the first entry of x that is not finite; there must be one."""
     return float(x[~torch.isfinite(x)][0].item())
 
 

@@ -54,7 +54,7 @@ class Deberta(Encoding):
             raise UserError(f"'deberta': buckets={cfg.buckets} must be 4 to below max_distance={cfg.max_distance}")
         if not cfg.c2p and cfg.p2c == "none":
             raise UserError("'deberta' without c2p and p2c has no positions: use 'nope'")
-        self.span = cfg.buckets or cfg.max_distance
+        self.span = cfg.buckets or cfg.max_distance  # k
         self.terms = cfg.c2p + (cfg.p2c != "none")
         self.table = nn.Parameter(torch.randn(2 * self.span, self.width) * 0.02)
         self.to_key = nn.Linear(self.width, self.width, bias=False) if cfg.c2p else None
@@ -70,7 +70,7 @@ class Deberta(Encoding):
         self.table = first.table
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
-        """Divide queries by sqrt(1 + terms): q·k has the scale of the other terms."""
+        """Divide queries by sqrt(1 + terms), so that q·k has the scale of the other terms; keys are unchanged."""
         return x if key else x * (1 + self.terms) ** -0.5
 
     def rows(self, device: torch.device, sign: int = 1) -> Tensor:

@@ -13,6 +13,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.base import Encoding
 
+# functions that allocate tensors; _SizeLimit checks their sizes
 _FACTORIES = {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn}
 _FACTORIES |= {torch.zeros}
 _SCRATCH = 2**20  # elements that an encoding may allocate besides its parameters
@@ -22,7 +23,7 @@ def restore_encodings(state: Checkpoint) -> list[Encoding]:
     """Restore the encodings of a checkpoint of this plugin.
 
     Args:
-        state: the checkpoint.
+        state: settings and weights of a checkpoint that this plugin saved.
 
     Returns:
         One encoding for the model or one per layer, in evaluation mode.
@@ -36,6 +37,11 @@ def restore_encodings(state: Checkpoint) -> list[Encoding]:
 
 
 def _restore(state: Checkpoint, build_encoding: Callable[[], Encoding], values: Mapping[str, Tensor]) -> Encoding:
+    """Build one encoding and load its weights ``values``.
+
+    A damaged or hostile checkpoint may name options that need more memory than its weights have, so building stops at
+    the first tensor that is much larger than all weights.
+    """
     mismatch: str | None
     with _SizeLimit(sum(t.numel() for t in values.values()) + _SCRATCH) as limit:
         try:
@@ -48,7 +54,7 @@ def _restore(state: Checkpoint, build_encoding: Callable[[], Encoding], values: 
         if mismatch is None:
             encoding.load_state_dict(dict(values))
             return encoding.eval()
-    except RuntimeError:
+    except RuntimeError:  # names or shapes differ
         pass
     details = f" ({mismatch})" if mismatch else ""
     raise UserError(f"{state.path} has other parameters than '{state.model['rpe']}'{details}: train it again")
@@ -70,6 +76,7 @@ class _SizeLimit(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _FACTORIES:
+            # on device "meta" the call allocates nothing, and these three arguments do not belong to that device
             shape = {k: v for k, v in kwargs.items() if k not in ("generator", "out", "pin_memory")}
             if func(*args, **{**shape, "device": "meta"}).numel() > self.max_elements:
                 raise _TooLarge

@@ -78,38 +78,48 @@ class LongRope(Rotary):
     def setup(self) -> None:
         """Check the options and derive settings from them."""
         cfg = self.config
-        # Rotary.setup computes the rotated width from rotary_fraction
+        # Rotary.setup computes the rotated width from rotary_fraction, so it is set before
         self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
         super().setup()
         self.original_length = cfg.original_length or self.length or 0
+        self.factors = self._resolve_factors()
+        changes_angles = self.factors[-1] != 1  # factors do not decrease, so the last is the largest
+        self._refuse_ineffective_options(changes_angles)
+        if (changes_angles and cfg.short == "plain") or (cfg.factor > 1 and cfg.attention == "sqrt"):
+            self._require_length()
+        self.length_dependent = changes_angles and cfg.short == "plain"
+        self.fixed_rotation = not self.length_dependent
+
+    def _resolve_factors(self) -> tuple[float, ...]:
+        """Return one factor λ per rotated pair, from the option ``factors``."""
+        cfg = self.config
         if cfg.factors in SEED_SCALINGS:
             if cfg.factor == 1:
                 raise UserError(f"'longrope:factors={cfg.factors}' needs factor=NUMBER, target / original length")
             if cfg.factors == "yarn":
                 self._require_length()
-            self.factors = seed_factors(cfg.factors, cfg.factor, self)
-        else:
-            numbers, pairs = _parse_factors(cfg.factors), self.rotated // 2
-            if len(numbers) not in (1, pairs):
-                raise UserError(
-                    f"'longrope:factors' has {len(numbers)} numbers for {pairs} rotated pairs: give {pairs}, or one"
-                )
-            self.factors = numbers if len(numbers) == pairs else numbers * pairs
-        changes = self.factors[-1] != 1
+            return seed_factors(cfg.factors, cfg.factor, self)
+        numbers, pairs = _parse_factors(cfg.factors), self.rotated // 2
+        if len(numbers) not in (1, pairs):
+            raise UserError(
+                f"'longrope:factors' has {len(numbers)} numbers for {pairs} rotated pairs: give {pairs}, or one"
+            )
+        return numbers if len(numbers) == pairs else numbers * pairs
+
+    def _refuse_ineffective_options(self, changes_angles: bool) -> None:
+        """Refuse an option that was set but has no effect in combination with the others."""
+        cfg = self.config
         has_no_effect = {
             "factor": cfg.factor != 1 and cfg.factors not in SEED_SCALINGS and cfg.attention == "none",
-            "start_tokens": cfg.start_tokens and not changes,
-            "short": cfg.short != "plain" and not changes,
+            "start_tokens": cfg.start_tokens and not changes_angles,
+            "short": cfg.short != "plain" and not changes_angles,
             "attention": cfg.attention != type(cfg)().attention and cfg.factor == 1,
         }
         if unused := [name for name, value in has_no_effect.items() if value]:
             raise UserError(f"'longrope' with these options does not read {unused[0]}: leave it out")
-        if (changes and cfg.short == "plain") or (cfg.factor > 1 and cfg.attention == "sqrt"):
-            self._require_length()
-        self.length_dependent = changes and cfg.short == "plain"
-        self.fixed_rotation = not self.length_dependent
 
     def _require_length(self) -> None:
+        """Check that L is known and that ln L, by which m divides, is not 0."""
         if self.original_length < 2:
             raise UserError("'longrope' needs the original length, at least 2 tokens: give original_length=N")
 

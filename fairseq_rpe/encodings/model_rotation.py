@@ -11,7 +11,7 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import format_value, parse
-from fairseq_rpe.encodings.base import registry
+from fairseq_rpe.encodings.base import Encoding, registry
 
 # value of a quantity for encodings without such an option, unless their class has an attribute of that name
 _IMPLIED: dict[str, Any] = {"rotary_fraction": 1.0, "interleaved": False, "resonance": False, "logn": "none"}
@@ -27,7 +27,7 @@ class ModelRotation:
         values: value of each known quantity: ``base``, ``rotary_fraction``, ``interleaved``, and of ``rope``
             ``resonance``, ``logn`` and ``original_length``.
         scaling: name of the scaling of the frequencies, or "" if they are not scaled.
-        spec: the encoding that the model was trained with, or "" if it is not an encoding of this package.
+        spec: spec of the encoding that the model was trained with, or "" if that is no encoding of this package.
     """
 
     values: Mapping[str, Any]
@@ -39,7 +39,7 @@ def rotation_from_spec(spec: str) -> ModelRotation | None:
     """Return the rotation of a model that was trained with the encoding ``spec``.
 
     Args:
-        spec: the encoding, as the checkpoint names it.
+        spec: spec of the encoding, as the checkpoint names it.
 
     Returns:
         The rotation, or None if the encoding does not rotate queries and keys as ``rope`` does.
@@ -62,8 +62,8 @@ def complete_spec_for_checkpoint(spec: str, trained: str) -> str:
     """Complete a spec by the rotation of a checkpoint.
 
     Args:
-        spec: an encoding that replaces the checkpoint's.
-        trained: the encoding that the checkpoint was trained with.
+        spec: spec of the encoding that replaces the checkpoint's.
+        trained: spec of the encoding that the checkpoint was trained with.
 
     Returns:
         The spec, unchanged if nothing is missing. An option that the spec sets is kept even if it equals the default,
@@ -82,9 +82,9 @@ def complete_spec(spec: str, model: ModelRotation | None, *, strict: bool = True
     """Complete a spec by the rotation of a model.
 
     Args:
-        spec: an encoding.
+        spec: spec of the encoding that the model is used with.
         model: the model's rotation, or None if it has none.
-        strict: refuse options that contradict the model; otherwise keep them.
+        strict: whether options that contradict the model are refused; otherwise they are kept.
 
     Returns:
         The spec, unchanged if nothing is missing.
@@ -99,7 +99,7 @@ def complete_spec(spec: str, model: ModelRotation | None, *, strict: bool = True
         return spec
     _check_scaling(spec, stated, options, name, model)
     defaults = {f.name: f.default for f in fields(config)}
-    missing = []
+    missing = []  # options as key=value
     for option, quantity in options.items():
         value = model.values.get(quantity)
         if value is None:
@@ -113,6 +113,16 @@ def complete_spec(spec: str, model: ModelRotation | None, *, strict: bool = True
                 f"'{spec}' has {option}={format_value(getattr(config, option))}, but the model was trained with "
                 f"'{model.spec}': give {option}={format_value(value)}, or leave it out"
             )
+    _check_implied_values(spec, cls, options, model)
+    if not missing:
+        return spec
+    filled = ",".join([*(f"{key}={value}" for key, value in stated.items()), *missing])
+    # once more, since the new options may give effect to others, which may then be missing
+    return complete_spec(f"{name}:{filled}", model, strict=strict)
+
+
+def _check_implied_values(spec: str, cls: type[Encoding], options: Mapping[str, str], model: ModelRotation) -> None:
+    """Refuse an encoding without the option for a quantity of the model that it implies to have another value."""
     for quantity, default in _IMPLIED.items():
         value = model.values.get(quantity)
         if value is not None and quantity not in options.values() and value != getattr(cls, quantity, default):
@@ -120,10 +130,6 @@ def complete_spec(spec: str, model: ModelRotation | None, *, strict: bool = True
                 f"'{spec}' has no option {quantity}, but the model's rotation has {quantity}={format_value(value)}: "
                 "use an encoding with that option, such as rope"
             )
-    if not missing:
-        return spec
-    filled = ",".join([*(f"{key}={value}" for key, value in stated.items()), *missing])
-    return complete_spec(f"{name}:{filled}", model, strict=strict)  # the new options may give effect to others
 
 
 def _check_scaling(

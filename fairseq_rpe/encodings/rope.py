@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE) and scalings of its frequencies for longer inputs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Rotary, register
 
-# options that each scaling reads; setting another one has no effect, so it is refused
+# options that each scaling uses; another option would have no effect, so it is refused
 _RAMP = ("factor", "original_length", "beta_fast", "beta_slow", "ramp")
 OPTIONS_BY_SCALING = {
     "none": (),
@@ -34,7 +34,8 @@ class Rope(Rotary):
     """RoPE (Su et al. 2021, arXiv 2104.09864): q and k are rotated by i·θ_s, so that scores depend on i - j.
 
     θ_s = base^(-2s/d) is ``inv_freq`` (P,) of pair s = 0 … P - 1, d = 2P the rotated width, T the current length (the
-    row's largest position + 1), L the original length, κ the factor. Σ exp(score) diverges. Scalings:
+    row's largest position + 1), L the original length, κ the factor, γ a weight from 0 to 1. The sum of exp(score)
+    over all distances diverges. The last two items are options that combine with any scaling, the others scalings of θ:
 
     - linear: θ/κ, position interpolation, Chen et al. 2023 (arXiv 2306.15595).
     - ntk: θ_s·κ^(-2s/(d-2)), that is base·κ^(d/(d-2)), NTK-aware scaling, bloc97 2023.
@@ -139,37 +140,63 @@ class Rope(Rotary):
         super().setup()
         self.original_length = cfg.original_length or self.length or 0
         effective = effective_options(cfg)
+        self._refuse_ineffective_options(effective)
+        self._check_scaling(effective)
+        self._check_logn()
+        self._set_betas()
+        self._check_truncation()
+        self.length_dependent = cfg.factor == "auto" or cfg.scaling == "dynamic_ntk"
+        # a derived class may make the rotation depend on the length
+        self.fixed_rotation = type(self) is Rope and not self.length_dependent
+
+    def _refuse_ineffective_options(self, effective: Sequence[str]) -> None:
+        """Refuse options that were set but have no effect in combination with the others."""
+        cfg = self.config
         for f in fields(cfg):
             if f.name not in effective and getattr(cfg, f.name) != f.default:
-                instead = ",truncate_high=…" if f.name in OPTIONS_BY_SCALING[cfg.scaling] else ""  # replaces the option
+                # truncate_high is named where it may be the reason that the option has no effect
+                instead = ",truncate_high=…" if f.name in OPTIONS_BY_SCALING[cfg.scaling] else ""
                 raise UserError(f"'rope:scaling={cfg.scaling}{instead}' does not read {f.name}: leave it out")
+
+    def _check_scaling(self, effective: Sequence[str]) -> None:
+        """Check that the scaling has the factor and the original length that it needs."""
+        cfg = self.config
         if cfg.factor is None and "factor" in effective and cfg.scaling != "dynamic_ntk":
             raise UserError(f"'rope:scaling={cfg.scaling}' needs factor=NUMBER or factor=auto")
         if cfg.factor == "auto" and cfg.scaling == "dynamic_ntk":
             raise UserError("'rope:scaling=dynamic_ntk' adapts to the length: its factor, alpha, must be a number")
         if "original_length" in effective and not self.original_length:
             raise UserError("'rope' needs the original length for this scaling: give original_length=N")
+
+    def _check_logn(self) -> None:
+        """Check that ``logn`` can scale queries."""
+        cfg = self.config
         if cfg.logn != "none" and self.original_length == 1:
             raise UserError("'rope' divides by ln L for logn, which is 0 for L = 1: give another original_length=N")
         if cfg.logn != "none" and not self.scale_whole_head:
             raise UserError("'rope:logn' scales whole queries: leave temperature_on=rotated out")
+
+    def _set_betas(self) -> None:
+        """Set ``beta_fast``, which has a default for each scaling, and check it against ``beta_slow``."""
+        cfg = self.config
         automatic = 4.0 if cfg.scaling == "llama3" else 32.0
         self.beta_fast = automatic if cfg.beta_fast == "auto" else cfg.beta_fast
         if self.beta_fast <= cfg.beta_slow:
             raise UserError(f"'rope': beta_fast={self.beta_fast:g} must be more than beta_slow={cfg.beta_slow:g}")
+
+    def _check_truncation(self) -> None:
+        """Check that the edges of ``truncated`` are in order; with factor=auto, at the largest upper edge, of κ = 1."""
+        cfg = self.config
         if cfg.scaling == "truncated" and cfg.truncate_low is not None:
-            factor = cfg.factor if isinstance(cfg.factor, float) else 1.0  # auto: at least 1
+            factor = cfg.factor if isinstance(cfg.factor, float) else 1.0
             high = cfg.truncate_high or 2 * math.pi / (factor * self.original_length)
             if cfg.truncate_low > high:
                 raise UserError(
                     f"'rope': truncate_low={cfg.truncate_low:g} is above {high:.4g}, which is truncate_high: lower it"
                 )
-        self.length_dependent = cfg.factor == "auto" or cfg.scaling == "dynamic_ntk"
-        # a derived class may make the rotation depend on the length
-        self.fixed_rotation = type(self) is Rope and not self.length_dependent
 
     def factor(self, length: Tensor) -> Tensor:
-        """Return κ at the current lengths, in their shape."""
+        """Return the factor κ at the current lengths in tokens, in their shape."""
         cfg = self.config
         if cfg.scaling == "dynamic_ntk":
             return ((length / self.original_length - 1) * (1.0 if cfg.factor is None else cfg.factor) + 1).clamp_min(1)
@@ -197,15 +224,19 @@ class Rope(Rotary):
         elif scaling in ("ntk_by_parts", "llama3", "yarn"):
             theta = torch.lerp(theta / kappa, theta, self._unscaled_share(theta, s))
         elif scaling == "truncated":
-            high, low, value = self.config.truncate_high, self.config.truncate_low, self.config.truncate_value
-            b = 2 * math.pi / (kappa * self.original_length) if high is None else torch.full_like(kappa, high)
-            a = b / 8 if low is None else torch.full_like(b, low)
-            rho = b / 16 if value is None else torch.full_like(b, value)
-            theta = torch.where(theta >= b, theta, torch.where(theta < a, 0.0, rho))
+            theta = self._truncate(theta, kappa)
         return 2 * math.pi / self._wavelengths(theta) if self.config.resonance else theta
 
+    def _truncate(self, theta: Tensor, kappa: Tensor) -> Tensor:
+        """Return the frequencies (..., P): θ from b on, ρ from a to b, and 0 below a, at factors κ (..., 1)."""
+        high, low, value = self.config.truncate_high, self.config.truncate_low, self.config.truncate_value
+        b = 2 * math.pi / (kappa * self.original_length) if high is None else torch.full_like(kappa, high)
+        a = b / 8 if low is None else torch.full_like(b, low)
+        rho = b / 16 if value is None else torch.full_like(b, value)
+        return torch.where(theta >= b, theta, torch.where(theta < a, 0.0, rho))
+
     def _unscaled_share(self, theta: Tensor, s: Tensor) -> Tensor:
-        """Return γ (..., P), the weight of each pair's original frequency."""
+        """Return γ (..., P), the weight of the original frequency θ of each pair s."""
         fast, slow = self.beta_fast, self.config.beta_slow
         if self.config.ramp == "paper" or self.config.scaling == "llama3":
             return ((self.original_length * theta / (2 * math.pi) - slow) / (fast - slow)).clamp(0, 1)
@@ -213,21 +244,25 @@ class Rope(Rotary):
         return 1 - ((s - low) / (high - low)).clamp(0, 1)
 
     def ramp_bounds(self) -> tuple[int, float]:
-        """Return the pairs between which γ falls from 1 to 0 with ``ramp=code``."""
+        """Return the indices of the pairs between which γ falls from 1 to 0 with ``ramp=code``.
+
+        Pair s makes L·θ_s/2π rotations within L tokens, so r rotations are at s = d·ln(L/(2π·r)) / (2·ln base).
+        """
         d, base = self.rotated, self.config.base
         fast, slow = (
             d * math.log(self.original_length / (2 * math.pi * rotations)) / (2 * math.log(base))
             for rotations in (self.beta_fast, self.config.beta_slow)
         )
         low, high = (min(max(end, 0), d - 1) for end in (math.floor(fast), math.ceil(slow)))
-        return low, high if high != low else high + 0.001
+        return low, high if high != low else high + 0.001  # γ divides by the difference
 
     @staticmethod
     def _wavelengths(theta: Tensor) -> Tensor:
+        """Return the wavelengths 2π/θ in tokens, rounded to whole ones."""
         return torch.round(2 * math.pi / theta).clamp_min(1)
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
-        """Return the angles (B or 1, n, P), in radians."""
+        """Return the angles (B or 1, n, P), in radians, of the positions ``at`` (B or 1, n)."""
         theta = self.inv_freq(current_length(pos))[:, None]
         if self.config.resonance:
             # whole wavelengths: the angle is taken within one period, exact for any position

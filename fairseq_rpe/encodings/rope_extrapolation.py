@@ -16,10 +16,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
 from fairseq_rpe.core.spec import format_value, option
-from fairseq_rpe.encodings.base import Rotary, register, registry
+from fairseq_rpe.encodings.base import CosSin, Rotary, register, registry
 from fairseq_rpe.encodings.rope import Rope, logn_factor
-
-CosSin = tuple[Tensor, Tensor, Tensor | None]
 
 
 class RegionRope(Rotary):
@@ -29,7 +27,7 @@ class RegionRope(Rotary):
 
     Attributes:
         name: registered name, for messages.
-        needs_original_length: an option is 0, so its value is derived from L.
+        needs_original_length: whether some option is 0, so that its value is derived from L.
         original_length: L, or 0 if unknown.
     """
 
@@ -58,6 +56,7 @@ class RegionRope(Rotary):
         self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
         super().setup()
         self.original_length = cfg.original_length or self.length or 0
+        # by id of the positions ``at``, which are stored as well so that the id stays unique; all of ``self._pos``
         self._region_cache: dict[int, tuple[Tensor, CosSin]] = {}
         self._pos: Positions | None = None
 
@@ -92,8 +91,9 @@ class RegionRope(Rotary):
             self._region_cache, self._pos = {}, pos
         if id(at) not in self._region_cache:
             self._region_cache[id(at)] = at, super()._cos_sin(at, pos, key)
-            self._cos_sin_cache, self._angle_cache = {}, None
-        return self._region_cache[id(at)][1]
+            self._cos_sin_cache, self._angle_cache = {}, None  # not needed beside the cache of regions
+        _, cos_sin = self._region_cache[id(at)]
+        return cos_sin
 
 
 class LogNRegionRope(RegionRope):
@@ -299,8 +299,8 @@ def check_trained_rotation(spec: str, trained: str) -> None:
     """Refuse a spec for a model that was trained with another rotation; its results would be meaningless.
 
     Args:
-        spec: the encoding to evaluate with, a :class:`RegionRope`.
-        trained: the encoding that the model was trained with.
+        spec: spec of the encoding to evaluate with, a :class:`RegionRope`.
+        trained: spec of the encoding that the model was trained with.
 
     Raises:
         UserError: ``trained`` is neither rope nor a :class:`RegionRope`, has another base, rotary_fraction or

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.utils.files import check_output_file
+from fairseq_rpe.utils.output_checks import check_output_file
 
 
 class _LazyLogFile(logging.FileHandler):

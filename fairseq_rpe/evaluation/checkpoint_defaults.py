@@ -39,30 +39,43 @@ def default_lengths(
     Raises:
         UserError: the checkpoint does not record its training length, or it or the data cannot be used.
     """
-    model = checkpoints.load(checkpoint)
-    train_length = model.train_length()
+    trained = checkpoints.load(checkpoint)
+    train_length = trained.train_length()
     if not train_length:
         raise UserError(f"{checkpoint} does not record its training length: use --lengths")
     corpus.check_folder(data, split)
-    tokens = corpus.count_tokens(data, split)
-    limits = {f"{data}/{split} has {tokens} tokens": tokens}
-    if (blocks or model.task.get("blocks")) == "document":
-        corpus.check_documents(data, split)
-        longest = corpus.longest_document(data, split)
-        limits[f"the longest document of {data}/{split} has {longest} tokens"] = longest
-    spec = positions or model.model.get("positions_eval") or None
-    if (limit := max_length(spec, train_length)) is not None:
-        limits[f"'{spec}' has {limit} positions"] = limit
-    name, settings = parse(rpe or model.encoding)
-    if name == "learned":
-        num_positions = int(settings.get("max_positions", 0)) or train_length
-        limits[f"'learned' has {num_positions} positions"] = num_positions
+    limits = _text_limits(data, split, blocks or str(trained.task.get("blocks")))
+    transform = str(positions or trained.model.get("positions_eval") or "")
+    limits |= _position_limits(rpe or trained.encoding, transform or None, train_length)
     reason, limit = min(limits.items(), key=lambda item: item[1])
     candidates = [multiple * train_length for multiple in LENGTH_MULTIPLES]
-    lengths = [n for n in candidates if n <= limit] or candidates[:1]
+    lengths = [length for length in candidates if length <= limit] or candidates[:1]
     if left_out := candidates[len(lengths) :]:
         print(f"lengths {', '.join(map(str, left_out))} are left out: {reason}", file=sys.stderr)
     return lengths
+
+
+def _text_limits(data: Path, split: str, blocks: str) -> dict[str, int]:
+    """Return upper limits of the length in tokens that the text sets, by the sentence that explains them."""
+    tokens = corpus.count_tokens(data, split)
+    limits = {f"{data}/{split} has {tokens} tokens": tokens}
+    if blocks == "document":
+        corpus.check_documents(data, split)
+        longest = corpus.longest_document(data, split)
+        limits[f"the longest document of {data}/{split} has {longest} tokens"] = longest
+    return limits
+
+
+def _position_limits(rpe: str, positions: str | None, train_length: int) -> dict[str, int]:
+    """Return upper limits of the length in tokens that positions set, by the sentence that explains them."""
+    limits: dict[str, int] = {}
+    if (limit := max_length(positions, train_length)) is not None:
+        limits[f"'{positions}' has {limit} positions"] = limit
+    name, settings = parse(rpe)
+    if name == "learned":
+        num_positions = int(settings.get("max_positions", 0)) or train_length
+        limits[f"'learned' has {num_positions} positions"] = num_positions
+    return limits
 
 
 def with_checkpoint_rotation(request: Request) -> Request:

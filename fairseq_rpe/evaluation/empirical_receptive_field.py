@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_rpe.analysis.empirical_receptive_field import check_epsilons, log_spaced, n_emp, quantised_curve
+from fairseq_rpe.analysis.empirical_receptive_field import check_epsilons, log_spaced_distances, n_emp, quantised_curve
 from fairseq_rpe.attention import AttentionPlan
 from fairseq_rpe.attention.reference import attention_weights
 from fairseq_rpe.core.bias import Positions
@@ -26,16 +26,19 @@ from fairseq_rpe.utils.progress import Progress
 from fairseq_rpe.utils.table import Table, TableRow, csv_text, text_cell
 
 MAX_QUERIES = 128  # queries whose attention weights are in memory at a time
-# By default a block has 4 training lengths, and its last quarter is measured.
-_DEFAULT_LENGTHS, _DEFAULT_FRACTION = 4, 4
+_DEFAULT_LENGTHS = 4  # default block, in training lengths
+_DEFAULT_FRACTION = 4  # by default the last 1 / 4 of a block is measured
 
 
 class LayerAttentionMass:
-    """Attention statistics of one layer, summed over rows. Memory is O(H·length·E) for E values of ε.
+    """Attention statistics of one layer, over rows: one for each measured query. Memory is O(H·length·E).
 
     Args:
         length: largest number of keys.
         epsilons: E values of ε in (0, 1).
+
+    Attributes:
+        rows: number of rows so far.
     """
 
     def __init__(self, length: int, epsilons: Sequence[float]) -> None:
@@ -74,10 +77,12 @@ class LayerAttentionMass:
     def median(self) -> Tensor:
         """(E, H) float64: median of n_emp over rows, in keys; the mean of the two middle values of an even number."""
         cumulative = self._require_rows(self._counts).cumsum(-1)
-        low, high = ((cumulative <= rank).sum(-1) for rank in ((self.rows - 1) // 2, self.rows // 2))
+        low_rank, high_rank = (self.rows - 1) // 2, self.rows // 2  # from 0; equal for an odd number of rows
+        low, high = ((cumulative <= rank).sum(-1) for rank in (low_rank, high_rank))
         return (low + high).double() / 2
 
     def _require_rows(self, sums: Tensor) -> Tensor:
+        """Return ``sums``; raise UserError if nothing was added to them."""
         if not self.rows:
             raise UserError("no attention was measured: pass at least one block through the model")
         return sums
@@ -258,20 +263,21 @@ def measure_receptive_field(
     )
     bias_only = measure_bias_only(decoder, length, rows, request.epsilons)
     return MeasuredReceptiveField(
-        checkpoint.label,
-        checkpoint.train_length,
-        _stack_mass(probe.layers),
-        None if bias_only is None else _stack_mass(bias_only),
-        checkpoint.path,
-        request.blocks,
-        rows,
-        probe.layers,
-        bias_only,
+        label=checkpoint.label,
+        train_length=checkpoint.train_length,
+        mass=_stack_mass(probe.layers),
+        bias_mass=None if bias_only is None else _stack_mass(bias_only),
+        path=checkpoint.path,
+        blocks=request.blocks,
+        rows=rows,
+        layers=probe.layers,
+        bias_only=bias_only,
         series=None if bias_only is None else series_weights(decoder, length),
     )
 
 
 def _stack_mass(layers: Sequence[LayerAttentionMass]) -> Tensor:
+    """Return the mean attention weight by distance of every layer and head."""
     return torch.stack([layer.mass for layer in layers]).cpu()  # (layers, H, length)
 
 
@@ -316,6 +322,7 @@ def run_probe(
     model, task = load_model(checkpoint.path, request, request.data)
     total = corpus.count_tokens(request.data, request.split)
     stream = read_stream(request.data, request.split, task.source_dictionary, total)
+    # of the total // length blocks of the text, evenly spaced ones
     starts = torch.arange(request.blocks) * (total // length) // request.blocks * length
     inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])  # (blocks, length)
     device = next(model.parameters()).device
@@ -333,28 +340,35 @@ def run_probe(
 
 def _csv(
     fields: Sequence[MeasuredReceptiveField],
-    head: Sequence[str],
+    columns: Sequence[str],
     cells: Callable[[MeasuredReceptiveField, int, int], Iterable[Any]],
 ) -> str:
-    """CSV rows for each layer (from 0) and head (from 1, as in TensorBoard), with the values of ``cells``."""
+    """Return CSV rows for each layer (from 0) and head (from 1, as in TensorBoard).
+
+    Args:
+        fields: statistics of the checkpoints.
+        columns: names of the columns after encoding, checkpoint, layer and head.
+        cells: rows of these columns for a checkpoint, layer and head (from 0).
+    """
     rows = (
         [field.label, field.path, layer, head + 1, *row]
         for field in fields
         for layer, head in itertools.product(*map(range, field.mass.shape[:2]))
         for row in cells(field, layer, head)
     )
-    return csv_text(("encoding", "checkpoint", "layer", "head", *head), rows)
+    return csv_text(("encoding", "checkpoint", "layer", "head", *columns), rows)
 
 
 def n_emp_csv(fields: Sequence[MeasuredReceptiveField], epsilons: Sequence[float]) -> str:
     """Return n_emp of every layer, head and ε as CSV: mean and median over rows, of the mean curve, of the bias."""
 
     def cells(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[object]]:
-        stats = field.layers[layer]
+        statistics = field.layers[layer]
+        mean, median = statistics.mean[:, head].tolist(), statistics.median[:, head].tolist()
+        mean_curve = n_emp(field.mass[layer, head], epsilons).tolist()
         bias = field.bias_only[layer].mean[:, head].tolist() if field.bias_only else [None] * len(epsilons)
-        of_mean = n_emp(field.mass[layer, head], epsilons).tolist()
-        columns = (epsilons, stats.mean[:, head].tolist(), stats.median[:, head].tolist(), of_mean, bias)
-        return ((*row, stats.length, field.rows, field.blocks) for row in zip(*columns, strict=True))
+        values = zip(epsilons, mean, median, mean_curve, bias, strict=True)
+        return ((*row, statistics.length, field.rows, field.blocks) for row in values)
 
     names = ("epsilon", "n_emp_mean", "n_emp_median", "n_emp_of_mean", "n_bias_mean", "length", "rows", "blocks")
     return _csv(fields, names, cells)
@@ -365,7 +379,7 @@ def curves_csv(fields: Sequence[MeasuredReceptiveField]) -> str:
 
     def cells(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[float]]:
         mass = field.mass[layer, head]
-        distances = log_spaced(len(mass))
+        distances = log_spaced_distances(len(mass))
         return zip(distances, mass[distances].tolist(), mass.cumsum(-1)[distances].tolist(), strict=True)
 
     return _csv(fields, ("distance", "mass", "within"), cells)
@@ -396,7 +410,8 @@ def table(fields: Sequence[MeasuredReceptiveField], epsilons: Sequence[float]) -
     """Return a table of encoding and layer × ε: mean of n_emp over rows and heads, with least and most of a head."""
     rows = []
     for field in fields:
-        means = {str(number): layer.mean for number, layer in enumerate(field.layers)}  # (E, H) each
+        # name of a row -> (E, H) of a layer, or (E, layers·H) of the bias, which has one row for all layers
+        means = {str(number): layer.mean for number, layer in enumerate(field.layers)}
         if field.bias_only:
             means["bias alone"] = torch.cat([layer.mean for layer in field.bias_only], dim=1)
         for name, mean in means.items():

@@ -29,6 +29,9 @@ _MAX_PAIRS = 256**3
 def checkpoint_algorithm(checkpoint: RpeCheckpoint) -> algorithms.Algorithm:
     """Return the algorithmic task that a checkpoint was trained on.
 
+    Args:
+        checkpoint: a loaded checkpoint.
+
     Raises:
         UserError: it was trained on text.
     """
@@ -40,6 +43,11 @@ def checkpoint_algorithm(checkpoint: RpeCheckpoint) -> algorithms.Algorithm:
 
 def explicit_ratio(spec: str, train_length: int, length: int) -> str:
     """Return ``spec`` with an automatic interpolation ratio replaced by its value, min(1, train_length / length).
+
+    Args:
+        spec: spec of a position transform; any other than ``interpolate`` with an automatic ratio is returned as it is.
+        train_length: training length, in items or tokens.
+        length: evaluation length, in the same unit.
 
     >>> explicit_ratio("interpolate", 20, 80)
     'interpolate:ratio=0.25'
@@ -57,7 +65,7 @@ def make_evaluator(
     """Load the model and the examples of a split.
 
     Args:
-        request: what to evaluate.
+        request: checkpoint, split, positions and batch size.
         checkpoint: the loaded checkpoint.
         bar: progress bar; counts generated tokens.
         keys: the keys that will be evaluated.
@@ -74,9 +82,9 @@ def make_evaluator(
         torch.set_num_threads(threads)
     algorithm = checkpoint_algorithm(checkpoint)
     model, task = load_model(request.checkpoint, request, log=request.log)
-    moves, device = model.decoder.position_transforms, next(model.parameters()).device
+    transforms, device = model.decoder.position_transforms, next(model.parameters()).device
     check_length_independent(model)
-    requested = str(request.positions_eval or checkpoint.model.get("positions_eval") or moves.train.evaluation)
+    requested = str(request.positions_eval or checkpoint.model.get("positions_eval") or transforms.train.evaluation)
 
     def fix_positions(length: int, prompts: Tensor | None = None) -> str:
         """Fix the positions of prompt and answer of ``length`` items before decoding; return the transform's spec.
@@ -88,15 +96,15 @@ def make_evaluator(
         spec = explicit_ratio(requested, *sizes)
         transform = positions.build(spec, train_tokens)
         if prompts is None or not transform.random:
-            moves.evaluation = positions.freeze(transform, tokens, seeded_generator(requested, length))
+            transforms.evaluation = positions.freeze(transform, tokens, seeded_generator(requested, length))
         else:
             generators = [seeded_generator(requested, length, prompt) for prompt in prompts.tolist()]
-            moves.evaluation = positions.freeze_rows(transform, [tokens] * len(generators), generators)
+            transforms.evaluation = positions.freeze_rows(transform, [tokens] * len(generators), generators)
         return spec
 
     @functools.cache
     def select_examples(key: ExactMatchKey) -> tuple[AlgorithmDataset, Tensor]:
-        """Return a dataset and the indices of the key's examples in it."""
+        """Return a dataset and the indices of the key's examples in it, which counting and evaluating both need."""
         if key.depth is None:
             if request.split not in task.datasets:
                 task.load_dataset(request.split)
@@ -109,10 +117,10 @@ def make_evaluator(
         start = time.monotonic()
         transform = fix_positions(key.length)
         is_random = positions.build(transform, task.train_tokens).random
-        data, rows = select_examples(key)
+        data, indices = select_examples(key)
         right = 0
         batch_size = min(request.batch_size, max(1, _MAX_PAIRS // algorithm.num_tokens(key.length) ** 2))
-        for batch in rows.split(batch_size):
+        for batch in indices.split(batch_size):
             prompts, answers = data.prompts(batch.tolist())  # (B, P), (B, A)
             if is_random:
                 fix_positions(key.length, prompts)
@@ -121,20 +129,21 @@ def make_evaluator(
             right += int(torch.eq(generated.cpu(), answers).all(1).sum())
         return ExactMatchResult(
             **vars(key),
-            examples=len(rows),
+            examples=len(indices),
             right=right,
-            accuracy=right / len(rows),
+            accuracy=right / len(indices),
             encoding=checkpoint.encoding,
             transform=transform,
             seconds=round(time.monotonic() - start, 3),
         )
 
-    total = 0
+    generated_tokens = 0
     for key in keys:
-        data, rows = select_examples(key)
-        if not len(rows):
+        data, indices = select_examples(key)
+        if not len(indices):
             raise UserError(f"the {request.split} split has no example of {key.length} items: leave it out")
-        fix_positions(key.length)
-        total += len(rows) * data.prompts(rows[:1].tolist())[1].shape[1]
-    bar.start_timing(total)
+        fix_positions(key.length)  # raises UserError if the length has no positions
+        _, answers = data.prompts(indices[:1].tolist())  # answers of one length have the same number of tokens
+        generated_tokens += len(indices) * answers.shape[1]
+    bar.start_timing(generated_tokens)
     return evaluate

@@ -16,6 +16,7 @@ from fairseq.data import Dictionary
 from torch import Tensor
 from torch.nn import functional as F
 
+from fairseq_rpe import compat
 from fairseq_rpe.checkpoints.checkpoint import check_model_size
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
@@ -67,6 +68,7 @@ def load_model(
     """
     if overrides.rpe_module is not None:
         load_module(overrides.rpe_module)
+    compat.overrides.clear()  # settings that the flags of an earlier fairseq command in this process replaced
     replaced = {key: value for key in _REPLACEABLE if (value := getattr(overrides, key))}
     model_overrides = replaced if data is None else {"data": str(data), **replaced}
     with one_line_errors(f"{path} cannot be used with {data}" if data else f"{path} cannot be used", log):

@@ -28,11 +28,12 @@ from fairseq_rpe.evaluation.perplexity import losses_by_position
 from fairseq_rpe.evaluation.records import BATCH_TOKENS, EvalOverrides, Result, read_results
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import RpeCheckpoint
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import files, json_files, output_checks
 from fairseq_rpe.utils.progress import Progress
 from fairseq_rpe.utils.records import Count, Loss, Perplexity, from_attributes
 
 STEP = 100  # factors are whole hundredths
+# Candidate numbers of start tokens, the paper's search space.
 STARTS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 MUTATION_RATE, CROSSOVER_RATE = 0.3, 0.3  # probabilities for each factor
 MAX_TRIES = 20  # attempts to make a candidate that is new
@@ -140,7 +141,7 @@ class SearchSpace:
 
     def mutate(self, parent: Candidate, rng: random.Random) -> Candidate:
         """Return a copy with random factors, each between its neighbours, and perhaps another start."""
-        factors = [STEP, *parent.factors, self.max_factor]
+        factors = [STEP, *parent.factors, self.max_factor]  # with the bounds, so that each factor has two neighbours
         for i in rng.sample(range(1, len(factors) - 1), len(parent.factors)):
             if rng.random() < MUTATION_RATE:
                 factors[i] = rng.randint(factors[i - 1], factors[i + 1])
@@ -154,7 +155,12 @@ class SearchSpace:
 
 
 def evolve(
-    space: SearchSpace, seeds: list[Candidate], population: int, iterations: int, seed: int, loss_function: LossFunction
+    space: SearchSpace,
+    initial: list[Candidate],
+    population: int,
+    iterations: int,
+    seed: int,
+    loss_function: LossFunction,
 ) -> Iterator[tuple[int, Candidate]]:
     """Minimise the loss over candidates.
 
@@ -163,7 +169,7 @@ def evolve(
 
     Args:
         space: space of candidates.
-        seeds: first candidates.
+        initial: first candidates.
         population: candidates of a generation.
         iterations: number of generations after the first.
         seed: seed of the random choices.
@@ -173,7 +179,7 @@ def evolve(
         The iteration, from 0, and the best candidate so far.
     """
     rng = random.Random(seed)
-    seen, candidates = set(seeds), list(dict.fromkeys(seeds))
+    seen, candidates = set(initial), list(dict.fromkeys(initial))
 
     def mutate(parents: list[Candidate]) -> Candidate:
         return space.mutate(rng.choice(parents), rng)
@@ -185,6 +191,7 @@ def evolve(
     def make_new(
         make: Callable[[list[Candidate]], Candidate], parents: list[Candidate], count: int
     ) -> Iterator[Candidate]:
+        """Yield up to ``count`` new candidates; fewer if ``MAX_TRIES`` attempts give none that is new."""
         for _ in range(count):
             attempts = (make(parents) for _ in range(MAX_TRIES))
             candidate = next((attempt for attempt in attempts if attempt not in seen), None)
@@ -192,8 +199,9 @@ def evolve(
                 seen.add(candidate)
                 yield candidate
 
-    candidates += make_new(mutate, seeds, population - len(candidates))
+    candidates += make_new(mutate, initial, population - len(candidates))
     for iteration in range(iterations + 1):
+        # by the candidate, too, so that equal losses have one order
         candidates = sorted(candidates, key=lambda candidate: (loss_function(candidate), candidate))
         yield iteration, candidates[0]
         parents = candidates[: max(2, population // 2)]
@@ -204,6 +212,9 @@ def evolve(
 def search_factors(request: SearchRequest) -> Iterator[str]:
     """Search the factors for a checkpoint.
 
+    Args:
+        request: checkpoint, text and options of the search.
+
     Yields:
         Lines on the progress; the last line is the spec of the best candidate.
 
@@ -211,7 +222,7 @@ def search_factors(request: SearchRequest) -> Iterator[str]:
         UserError: the checkpoint does not have plain ``rope``, was trained on ``tokens`` or more, or the text is too
             short.
     """
-    rope, length = _checked(request)
+    rope, length = _check_request(request)
     scale = request.tokens / length
     space = SearchSpace(scale, tuple(n for n in STARTS if n <= length))
 
@@ -229,28 +240,28 @@ def search_factors(request: SearchRequest) -> Iterator[str]:
         )
         return canonical("longrope", config)
 
-    seeds = {name: space.round_factors(seed_factors(name, scale, rope)) for name in SEED_SCALINGS}
+    initial = {name: space.round_factors(seed_factors(name, scale, rope)) for name in SEED_SCALINGS}
     losses = _CachedLosses(request, length)
 
     def loss_function(candidate: Candidate) -> float:
         return losses(candidate_spec(candidate))
 
     generations = evolve(
-        space, list(seeds.values()), request.population, request.iterations, request.seed, loss_function
+        space, list(initial.values()), request.population, request.iterations, request.seed, loss_function
     )
     with Progress("longrope-search", "candidates", ends=True) as bar:
         losses.on_candidate = bar.update
-        for name, candidate in seeds.items():
+        for name, candidate in initial.items():
             yield f"{name}: perplexity {2 ** loss_function(candidate):.4f}"
         for iteration, best in generations:
             progress = f"iteration {iteration} of {request.iterations}: perplexity {2 ** loss_function(best):.4f}"
             yield f"{progress}, {len(losses.requested)} candidates"
             if iteration == request.iterations:
-                break
+                break  # the generator would make another generation before it ends
     yield candidate_spec(best)
 
 
-def _checked(request: SearchRequest) -> tuple[Rope, int]:
+def _check_request(request: SearchRequest) -> tuple[Rope, int]:
     """Check the request; return the checkpoint's encoding and its training length."""
     if request.population < MIN_POPULATION:
         raise UserError(f"--population {request.population} is too small to select from: use at least {MIN_POPULATION}")
@@ -271,11 +282,12 @@ def _checked(request: SearchRequest) -> tuple[Rope, int]:
             f"{request.tokens}: use more text or fewer --samples"
         )
     if request.out is not None:
-        files.check_output_file("--out", request.out)
+        output_checks.check_output_file("--out", request.out)
     return rope, length
 
 
 def _plain_rope(checkpoint: RpeCheckpoint) -> Rope:
+    """Return the encoding of a checkpoint with ``rope`` without scaling; raise UserError for another one."""
     cls, _, config = registry.resolve(checkpoint.encoding)
     default = Rope.Config()
     allowed = {"base": default.base, "rotary_fraction": default.rotary_fraction, "interleaved": default.interleaved}
@@ -290,7 +302,17 @@ def _plain_rope(checkpoint: RpeCheckpoint) -> Rope:
 
 
 class _CachedLosses:
-    """Maps a spec to its loss in bits, from ``out`` or measured; loads the model at the first measurement."""
+    """Maps a spec to its loss in bits, from ``out`` or measured; loads the model at the first measurement.
+
+    Args:
+        request: the search.
+        length: training length of the checkpoint in tokens.
+
+    Attributes:
+        results: results by key, those in ``out`` included.
+        requested: specs whose loss the search has requested.
+        on_candidate: called with 1 at the first request of each spec.
+    """
 
     def __init__(self, request: SearchRequest, length: int) -> None:
         self.request, self.length = request, length
@@ -311,7 +333,7 @@ class _CachedLosses:
                 loss = self._measure_loss(spec)
             result = from_attributes(CandidateResult, key, encoding="rope", loss_base2=loss, ppl=2**loss)
             if self.request.out is not None:
-                files.append_json_line(self.request.out, result.to_json())
+                json_files.append_json_line(self.request.out, result.to_json())
             self.results[key] = result
         if spec not in self.requested:
             self.requested.add(spec)
@@ -319,22 +341,30 @@ class _CachedLosses:
         return self.results[key].loss_base2
 
     def _measure_loss(self, spec: str) -> float:
-        request = self.request
+        """Return the loss of a candidate in bits per token."""
         if self._model is None:
-            self._model, task = load_model(request.checkpoint, request, request.data, request.log)
-            dictionary, n = task.source_dictionary, request.samples * request.tokens
-            stream = read_stream(request.data, request.split, dictionary, n)
-            self._pad = dictionary.pad()
-            # inputs and targets, (samples, tokens) each
-            self._blocks = [x.view(request.samples, request.tokens) for x in (stream[:-1], stream[1:])]
-        decoder = self._model.decoder
-        previous = decoder.encodings[0]
-        encoding = build(spec, previous.heads, previous.width, self.length).to(next(self._model.parameters()).device)
-        decoder.encodings, decoder.length_dependent = nn.ModuleList([encoding]).eval(), encoding.length_dependent
-        rows = max(1, BATCH_TOKENS // request.tokens)
-        batches = zip(*(x.split(rows) for x in self._blocks), strict=True)
-        nats, count = losses_by_position(self._model, batches, request.tokens, self._pad, lambda scored: None)
+            self._load()
+        self._replace_encoding(spec)
+        rows = max(1, BATCH_TOKENS // self.request.tokens)
+        batches = zip(self._inputs.split(rows), self._targets.split(rows), strict=True)
+        nats, count = losses_by_position(self._model, batches, self.request.tokens, self._pad, lambda scored: None)
         loss = check_finite(nats.sum()) / int(count.sum()) / math.log(2)
         if loss >= MAX_BITS:
             raise too_large_error(loss)
         return loss
+
+    def _load(self) -> None:
+        """Load the model, and the first ``samples`` blocks of the split."""
+        request = self.request
+        self._model, task = load_model(request.checkpoint, request, request.data, request.log)
+        self._pad = task.source_dictionary.pad()
+        stream = read_stream(request.data, request.split, task.source_dictionary, request.samples * request.tokens)
+        shape = (request.samples, request.tokens)
+        self._inputs, self._targets = stream[:-1].view(shape), stream[1:].view(shape)
+
+    def _replace_encoding(self, spec: str) -> None:
+        """Replace the encoding of the loaded model; rope has no parameters, so none are lost."""
+        decoder = self._model.decoder
+        previous = decoder.encodings[0]
+        encoding = build(spec, previous.heads, previous.width, self.length).to(next(self._model.parameters()).device)
+        decoder.encodings, decoder.length_dependent = nn.ModuleList([encoding]).eval(), encoding.length_dependent

@@ -26,6 +26,9 @@ def text_result(key: TextKey, nats: Tensor, count: Tensor) -> TextResult:
         nats: (length,) float64, sum of losses in nats at each position of a block.
         count: (length,) int64, number of targets at each position.
 
+    Returns:
+        The result, with mean losses by position; encoding, seconds and other facts of the run are not filled in.
+
     Raises:
         UserError: a target has probability 0 or NaN, or the perplexity overflows.
     """
@@ -41,6 +44,10 @@ def text_result(key: TextKey, nats: Tensor, count: Tensor) -> TextResult:
 
 def check_all_scored(result: TextResult, tokens: int) -> None:
     """Check that exactly ``tokens`` tokens were scored.
+
+    Args:
+        result: the measurement.
+        tokens: number of tokens of the split.
 
     Raises:
         UserError: another number was scored.
@@ -69,9 +76,12 @@ def bucket_losses(nats: Tensor, count: Tensor) -> Buckets:
     """
     edges = [0, *(1 << k for k in range((len(nats) - 1).bit_length())), len(nats)]
     sizes = [end - start for start, end in itertools.pairwise(edges)]
-    nats, count = (torch.stack([s.sum() for s in sums.split(sizes)]) for sums in (nats, count))  # (buckets,)
-    bits = nats / count / math.log(2)
-    return Buckets(tuple(edge - 1 for edge in edges[1:]), tuple(bits.tolist()), tuple(count.tolist()))
+    bucket_nats = torch.stack([bucket.sum() for bucket in nats.split(sizes)])  # (buckets,)
+    bucket_count = torch.stack([bucket.sum() for bucket in count.split(sizes)])  # (buckets,)
+    bits = bucket_nats / bucket_count / math.log(2)
+    return Buckets(
+        upto=tuple(edge - 1 for edge in edges[1:]), loss_base2=tuple(bits.tolist()), tokens=tuple(bucket_count.tolist())
+    )
 
 
 def check_finite(nats: Tensor) -> float:
@@ -100,7 +110,8 @@ def peak_memory_mb(device: str) -> float:
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     with contextlib.suppress(OSError, IndexError):
-        # not getrusage: after an exec its maximum includes the parent process
+        # first choice, because after an exec the maximum of getrusage includes the parent process
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) / 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    bytes_per_unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / 2**20

@@ -110,6 +110,7 @@ def time_forward_passes(setting: ModelBenchmark, length: int) -> tuple[list[Timi
     Raises:
         UserError: an encoding is unknown, nothing can be timed, or there is not enough memory.
     """
+    # the largest activation, in bytes: the float32 logits or a feed-forward layer
     needed = 4 * setting.batch * length * max(setting.vocabulary, MODEL_SIZES[setting.model].ffn)
     if needed > free_memory(setting.device):
         raise UserError(
@@ -133,12 +134,21 @@ def time_forward_passes(setting: ModelBenchmark, length: int) -> tuple[list[Timi
 def _forward_passes(
     setting: ModelBenchmark, length: int, left_out: list[str]
 ) -> Iterator[tuple[tuple[str, str], TimedCall]]:
-    """Yield a forward pass for each encoding and back end, after a first call. Models share their other weights."""
+    """Yield a forward pass for each encoding and back end, after a first call. Models share their other weights.
+
+    A line on each model that fails in its first call is added to ``left_out``.
+
+    Yields:
+        Name of the encoding and back end, and the function that runs its forward pass.
+    """
     dictionary = Dictionary()
     for number in range(setting.vocabulary - len(dictionary)):
         dictionary.add_symbol(f"w{number}")
     task = LanguageModelingTask(SimpleNamespace(add_bos_token=False), dictionary)
-    inputs = torch.randint(4, len(dictionary), (setting.batch, length), generator=torch.Generator().manual_seed(0))
+    first_word = dictionary.nspecial  # 4: no padding among the inputs
+    inputs = torch.randint(
+        first_word, len(dictionary), (setting.batch, length), generator=torch.Generator().manual_seed(0)
+    )
     weights: dict[str, Tensor] = {}
     for settings in setting.model_settings():
         name, backend = settings["rpe"] + SHARED * (settings["rpe_share"] == "model"), settings["attention_backend"]
@@ -156,7 +166,7 @@ def _build_model(
 ) -> Any:
     """Build a model in evaluation mode; its parameters outside of the encoding come from ``weights``, or go there."""
     args = SimpleNamespace(tokens_per_sample=length, **settings)
-    ARCH_CONFIG_REGISTRY[full_arch_name(setting.model)](args)
+    ARCH_CONFIG_REGISTRY[full_arch_name(setting.model)](args)  # fills in the sizes of the architecture
     torch.manual_seed(0)
     model = TransformerRPELanguageModel.build_model(args, task).eval()
     model = model.to(device=setting.device, dtype=DTYPES[setting.dtype])
@@ -168,6 +178,7 @@ def _build_model(
 
 @torch.inference_mode()
 def _forward(model: Any, tokens: Tensor) -> None:
+    """Run a forward pass to the logits."""
     model(tokens)
 
 
@@ -175,7 +186,7 @@ def tables(timings: Sequence[Timing]) -> list[Table]:
     """Return a table of encoding and back end × length: mean, least and most in milliseconds, ratio to the first."""
     lengths = list(dict.fromkeys(t.length for t in timings))
     by_model = {(t.encoding, t.backend, t.length): t for t in timings}
-    head = ["encoding, backend", *(f"{n} tokens {unit}" for n in lengths for unit in ("(ms)", "(ratio)"))]
+    header = ["encoding, backend", *(f"{n} tokens {unit}" for n in lengths for unit in ("(ms)", "(ratio)"))]
     rows = []
     for encoding, backend in dict.fromkeys(key[:2] for key in by_model):
         cells = [
@@ -183,4 +194,4 @@ def tables(timings: Sequence[Timing]) -> list[Table]:
             for t in (by_model.get((encoding, backend, n)) for n in lengths)
         ]
         rows.append(TableRow(f"{encoding}, {backend}", [Cell(text) for pair in cells for text in pair]))
-    return [Table("Inference time of whole models", head, rows)]
+    return [Table("Inference time of whole models", header, rows)]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from fairseq_rpe import compat  # before fairseq, which then starts faster
+from fairseq_rpe import compat  # before fairseq: patches it, and makes its import faster
 
 # isort: split
 
@@ -43,12 +43,18 @@ from fairseq_rpe.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
 ADAPTIVE_CHUNK = 512  # targets of an adaptive softmax whose log-probabilities are in memory at a time
-Engine = Callable[[TextKey, int], TextResult]  # the int: tokens of a batch
+Engine = Callable[[TextKey, int], TextResult]  # measures one key in batches of at most so many tokens
 Cache = dict[str, dict[str, Tensor]]  # fairseq's incremental state: keys, values and padding by layer
 
 
 def make_evaluator(request: TextRequest) -> Callable[[TextKey], TextResult]:
     """Load the model and return the function that measures one length.
+
+    Args:
+        request: checkpoint, text and engine.
+
+    Returns:
+        Function from the key of a length to its result.
 
     Raises:
         UserError: the checkpoint cannot be used. The returned function raises it if the evaluation fails or does not
@@ -58,14 +64,14 @@ def make_evaluator(request: TextRequest) -> Callable[[TextKey], TextResult]:
     request = _with_blocks(request, checkpoint)
     engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
     ids, _ = corpus.read_split(request.data, request.split)
-    tokens, unigram, units = len(ids), corpus.unigram_ppl(ids), corpus.read_units(request.data, request.split)
+    tokens, unigram_ppl = len(ids), corpus.unigram_ppl(ids)
+    units = corpus.read_units(request.data, request.split)
 
     def evaluate(key: TextKey) -> TextResult:
         start = time.monotonic()
         with one_line_errors(f"evaluation at length {key.length} failed", request.log):
             result = engine(key, request.max_tokens or max(key.length, BATCH_TOKENS))
-        scored = f"{result.tokens} of {tokens}"
-        logger.info("length %d, engine %s: scored tokens: %s", key.length, request.engine, scored)
+        logger.info("length %d, engine %s: scored tokens: %d of %d", key.length, request.engine, result.tokens, tokens)
         check_all_scored(result, tokens)
         return replace(
             add_units(result, units),
@@ -73,7 +79,7 @@ def make_evaluator(request: TextRequest) -> Callable[[TextKey], TextResult]:
             seconds=round(time.monotonic() - start, 3),
             engine=request.engine,
             peak_mb=round(peak_memory_mb(devices.resolve_device(request.device)), 1),
-            unigram_ppl=unigram,
+            unigram_ppl=unigram_ppl,
             train_length=checkpoint.train_length() or None,
             context=document_context(request.blocks or "stream", bool(request.separate_documents)),
         )
@@ -97,8 +103,8 @@ def _fast_engine(request: TextRequest, checkpoint: RpeCheckpoint) -> Engine:
     """Engine ``fast``: one loaded model, fairseq's batches, a loss that does not store the logits."""
     check_language_model(checkpoint, remedy=", or use --engine fairseq")
     model, task = load_model(request.checkpoint, request, request.data, request.log)
-    moves, draws = model.decoder.position_transforms, request.position_samples or 1
-    if request.position_samples and not moves.evaluation.random:
+    transforms, draws = model.decoder.position_transforms, request.position_samples or 1
+    if request.position_samples and not transforms.evaluation.random:
         raise UserError(
             f"--position-samples {request.position_samples}: positions are not random in this evaluation: leave it "
             "out, or use a random transform, such as --positions-eval randomized"
@@ -107,19 +113,20 @@ def _fast_engine(request: TextRequest, checkpoint: RpeCheckpoint) -> Engine:
         model.decoder.check_separate_documents()
     if request.attention_prune is not None:
         model.decoder.prune_attention(request.attention_prune)
-    pad, total = task.source_dictionary.pad(), corpus.count_tokens(request.data, request.split)
+    pad, tokens = task.source_dictionary.pad(), corpus.count_tokens(request.data, request.split)
 
     def evaluate(key: TextKey, batch_tokens: int) -> TextResult:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
         sums = torch.zeros(key.length, dtype=torch.float64)
         count = torch.zeros(key.length, dtype=torch.int64)
-        with Progress(f"length {key.length}", "tokens", draws * total) as bar:
-            for moves.sample in range(draws):
+        with Progress(f"length {key.length}", "tokens", draws * tokens) as bar:
+            for sample in range(draws):
+                transforms.sample = sample  # part of the seed of random positions
                 batches = make_batches(request, task, key.length, batch_tokens)
                 nats, count = losses_by_position(model, batches, key.length, pad, bar.update)
                 sums += nats
-        return text_result(key, sums / draws, count)
+        return text_result(key, sums / draws, count)  # the count is the same in each draw
 
     return evaluate
 
@@ -148,9 +155,11 @@ def make_batches(request: TextRequest, task: Any, length: int, batch_tokens: int
     if request.separate_documents:
         examples = SeparateDocuments(blocks, read_document_ends(path), dictionary, targets=["future"])
     else:
+        # shuffle=True, as in fairseq's own task: blocks are sorted by length, those of one length in an order that
+        # fairseq's fixed seed determines. Without it the batches would differ from those of fairseq-eval-lm.
         examples = MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"])
     serial = {"num_workers": 0, "data_buffer_size": 0}
-    # a language-modelling task also for models that were fine-tuned on questions
+    # A language-modelling task of its own, because `task` may be that of a model fine-tuned on questions.
     lm_task = LanguageModelingTask(SimpleNamespace(add_bos_token=False), dictionary)
     for sample in lm_task.eval_lm_dataloader(examples, batch_tokens, request.batch_size, **serial):
         documents = sample["net_input"].get("documents")
@@ -185,9 +194,10 @@ def losses_by_position(
         features = model.decoder(inputs, features_only=True, documents=documents)[0]  # (B, n, C)
         losses[not_pad] = _feature_losses(model, features[not_pad], targets[not_pad])
         if documents is not None:
-            positions = positions_from_documents(documents)[0].k.long()  # (B, n)
-            nats.index_add_(0, positions.flatten(), losses.double().flatten())
-            count.index_add_(0, positions.flatten().cpu(), not_pad.flatten().long())
+            positions, _ = positions_from_documents(documents)
+            indices = positions.k.long().flatten()  # (B·n,): position in the document
+            nats.index_add_(0, indices, losses.double().flatten())
+            count.index_add_(0, indices.cpu(), not_pad.flatten().long())
         else:
             nats[: targets.shape[1]] += losses.double().sum(0)
             count[: targets.shape[1]] += not_pad.sum(0)
@@ -197,6 +207,8 @@ def losses_by_position(
 
 def token_losses(model: Any, inputs: Tensor, targets: Tensor, state: Cache | None = None) -> Tensor:
     """Return the losses of targets that are predicted at the last positions of the inputs.
+
+    Gradients are recorded unless the caller runs it under ``torch.no_grad()``, as the evaluations do.
 
     Args:
         model: a ``transformer_rpe_lm`` in evaluation mode.
@@ -212,32 +224,67 @@ def token_losses(model: Any, inputs: Tensor, targets: Tensor, state: Cache | Non
 
 
 def _feature_losses(model: Any, features: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses in nats, (N,), of targets (N,) that are predicted from features (N, C)."""
+    """Return the losses in nats, (N,), of targets (N,) that are predicted from features (N, C).
+
+    An adaptive softmax gives log-probabilities of the whole vocabulary, hence the chunks of ``ADAPTIVE_CHUNK`` targets.
+    """
     decoder = model.decoder
     if decoder.adaptive_softmax is None:
         return target_losses(features, decoder.output_projection.weight, targets)
-    chunks = []
-    for x, y in zip(features.split(ADAPTIVE_CHUNK), targets.split(ADAPTIVE_CHUNK), strict=True):
-        sample = {"target": y[None].contiguous()}
-        log_probs = model.get_normalized_probs((x[None], None), log_probs=True, sample=sample)  # (1, chunk, V)
-        chunks.append(-log_probs.float().gather(-1, y[None, :, None]).flatten())
-    return torch.cat(chunks)
+    losses = []
+    chunks = zip(features.split(ADAPTIVE_CHUNK), targets.split(ADAPTIVE_CHUNK), strict=True)
+    for chunk_features, chunk_targets in chunks:
+        # fairseq expects the sample and the decoder's output, a pair, with a batch dimension.
+        sample = {"target": chunk_targets[None].contiguous()}
+        log_probs = model.get_normalized_probs((chunk_features[None], None), log_probs=True, sample=sample)
+        target_log_probs = log_probs.float().gather(-1, chunk_targets[None, :, None])  # (1, chunk, V) -> (1, chunk, 1)
+        losses.append(-target_log_probs.flatten())
+    return torch.cat(losses)
 
 
 def _fairseq_engine(request: TextRequest) -> Engine:
     """Engine ``fairseq``: runs fairseq-eval-lm's own code, once per length."""
+    _check_fairseq_engine(request)
+    flags = _eval_lm_flags(request)
+
+    # Importing eval_lm configures logging unless log_to has done so: import it after log_to, only for this engine.
+    from fairseq_cli import eval_lm
+
+    # Importing the models patches eval_lm, to count scored tokens, only if it is loaded already; so patch it here.
+    compat.count_scored_tokens(eval_lm)
+
+    def evaluate(key: TextKey, batch_tokens: int) -> TextResult:
+        command = [*flags, "--tokens-per-sample", str(key.length), "--max-tokens", str(batch_tokens)]
+        args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=command)
+        try:
+            scores = eval_lm.main(convert_namespace_to_omegaconf(args))
+        finally:
+            # Parsing stored --rpe-eval and the like here; later checkpoints of this process must not get them.
+            compat.overrides.clear()
+        tokens = scores["scored_tokens"]  # from the patch above
+        return TextResult(**vars(key), tokens=tokens, loss_base2=float(scores["loss"]), ppl=float(scores["perplexity"]))
+
+    return evaluate
+
+
+def _check_fairseq_engine(request: TextRequest) -> None:
+    """Refuse options that fairseq-eval-lm does not have."""
     if request.attention_prune is not None:
         raise UserError("--attention-prune needs --engine fast: fairseq-eval-lm cannot prune")
     if request.attention_backend is not None:
         raise UserError("--attention-backend needs --engine fast: fairseq-eval-lm uses the checkpoint's")
     if request.position_samples is not None:
         raise UserError("--position-samples needs --engine fast: fairseq-eval-lm samples positions once for each block")
-    flags = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE_DIR)]
+
+
+def _eval_lm_flags(request: TextRequest) -> list[str]:
+    """Return the flags of fairseq-eval-lm for a request, except those that depend on the length of the blocks."""
     task_flags = ["language_modeling", "--sample-break-mode", "none"]
     if request.blocks == "document":
         task_flags = ["rpe_language_modeling", "--blocks", "document"]
     if request.separate_documents:
         task_flags = ["rpe_language_modeling", "--separate-documents"]
+    flags = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE_DIR)]
     flags += ["--task", *task_flags, "--gen-subset", request.split]
     flags += ["--num-workers", "0", "--data-buffer-size", "0", "--no-progress-bar", "--log-format", "none"]
     flags += ["--cpu"] if request.device == "cpu" else []
@@ -250,21 +297,4 @@ def _fairseq_engine(request: TextRequest) -> Engine:
     }
     for flag, value in optional_flags.items():
         flags += [flag, str(value)] if value else []
-
-    # Importing eval_lm configures logging: import it after log_to, and only for this engine.
-    from fairseq_cli import eval_lm
-
-    # The models may have been imported before eval_lm: then it has no guard yet.
-    compat.count_scored_tokens(eval_lm)
-
-    def evaluate(key: TextKey, batch_tokens: int) -> TextResult:
-        command = [*flags, "--tokens-per-sample", str(key.length), "--max-tokens", str(batch_tokens)]
-        args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=command)
-        try:
-            scores = eval_lm.main(convert_namespace_to_omegaconf(args))
-        finally:
-            compat.overrides.clear()
-        tokens = scores["scored_tokens"]  # counted by the plugin's guard around fairseq's evaluation loop
-        return TextResult(**vars(key), tokens=tokens, loss_base2=float(scores["loss"]), ppl=float(scores["perplexity"]))
-
-    return evaluate
+    return flags

@@ -43,7 +43,13 @@ def max_length(spec: str | None, train_length: int) -> int | None:
 
 
 def max_items(spec: str | None, algorithm: Algorithm, split: str) -> int | None:
-    """Return the largest number of items in ``split`` for which ``spec`` has positions, or None without a limit."""
+    """Return the largest number of items for which ``spec`` has positions, or None if all lengths of the split have.
+
+    Args:
+        spec: spec of a position transform; None: the checkpoint's own.
+        algorithm: the algorithmic task.
+        split: name of the split.
+    """
     limit = max_length(spec, algorithm.num_tokens(algorithm.max_length("train")))
     if limit is None or algorithm.num_tokens(algorithm.max_length(split)) <= limit:
         return None

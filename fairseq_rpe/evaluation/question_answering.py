@@ -26,16 +26,22 @@ from fairseq_rpe.questions.dataset import QuestionRow, QuestionRows, SetInfo
 from fairseq_rpe.questions.metrics import AnsweredQuestion
 from fairseq_rpe.questions.prompt import build_prompt, check_token_budget
 from fairseq_rpe.runs import checkpoints
-from fairseq_rpe.utils import files, records
+from fairseq_rpe.utils import files, json_files, output_checks, records
 from fairseq_rpe.utils.progress import Progress
 
-# Limits of a batch: query-key pairs (attention memory), tokens (KV cache) and rows. A single question may exceed them.
+# Limits of a batch: query-key pairs of the prompts (attention memory), tokens (KV cache) and rows of the model: one for
+# each choice or hypothesis of a question. A single question may exceed them.
 _MAX_PAIRS, _MAX_TOKENS, _MAX_ROWS = 1 << 23, 1 << 15, 256
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Questions that are answered together: their indices in the split, and their ids."""
+    """Questions that are answered together.
+
+    Attributes:
+        indices: index of each question in the split.
+        ids: id of each question.
+    """
 
     indices: list[int]
     ids: list[str]
@@ -43,7 +49,14 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _BatchPlan:
-    """Batches of a measurement, and what truncation removes: ``truncated`` documents, ``lost`` tokens."""
+    """Batches of a measurement, and what truncation removes.
+
+    Attributes:
+        batches: batches, that of the longest questions first.
+        questions: number of questions in all batches.
+        truncated: number of questions whose document is truncated.
+        lost: number of tokens that truncation removes.
+    """
 
     batches: list[_Batch]
     questions: int
@@ -53,7 +66,12 @@ class _BatchPlan:
 
 @dataclass(frozen=True)
 class _BatchAnswers:
-    """One line of the file of an unfinished measurement: the answers of a batch by question id."""
+    """One line of the file of an unfinished measurement.
+
+    Attributes:
+        answers: answer by question id, for the questions of one batch.
+        seconds: duration of answering the batch.
+    """
 
     answers: Mapping[str, str]
     seconds: float
@@ -65,7 +83,7 @@ def answer_questions(request: QuestionRequest, bar: Progress) -> Iterator[Questi
     Answers of an unfinished result are stored next to ``out`` and reused by a rerun.
 
     Args:
-        request: what to evaluate.
+        request: checkpoint, questions, context lengths and way of answering.
         bar: progress bar; counts questions.
 
     Yields:
@@ -75,9 +93,22 @@ def answer_questions(request: QuestionRequest, bar: Progress) -> Iterator[Questi
         UserError: :meth:`QuestionRequest.keys` or :func:`make_evaluator` refuses the request.
     """
     keys = request.keys()
+    _check_predictions(request, keys)
+    previous: QuestionKey | None = None
+    # resume_results raises after it has yielded a result that it could not store. So the stored answers of a
+    # measurement are removed only when the loop goes on: its result is then certainly in `out`.
+    for result in resume_results(QuestionResult, request.out, keys, partial(make_evaluator, request, bar)):
+        _remove_partial(request, previous)
+        previous = result.key
+        yield result
+    _remove_partial(request, previous)
+
+
+def _check_predictions(request: QuestionRequest, keys: Sequence[QuestionKey]) -> None:
+    """Check that --predictions can be written and has the answers of each result that --out has already."""
     if request.predictions is not None:
         names = [_predictions_path(request, key).name for key in keys]
-        files.check_output_folder(request.predictions, names, "--predictions")
+        output_checks.check_output_folder(request.predictions, names, "--predictions")
         finished = {result.key for result in (read_results(QuestionResult, request.out) if request.out else [])}
         for key in keys:
             if key in finished and not _predictions_path(request, key).is_file():
@@ -85,12 +116,6 @@ def answer_questions(request: QuestionRequest, bar: Progress) -> Iterator[Questi
                     f"--out {request.out} has the result of {key.set} at {key.length} tokens, but --predictions "
                     "does not have its answers: use another --out, or leave --predictions out"
                 )
-    previous: QuestionKey | None = None
-    for result in resume_results(QuestionResult, request.out, keys, partial(make_evaluator, request, bar)):
-        _remove_partial(request, previous)
-        previous = result.key
-        yield result
-    _remove_partial(request, previous)  # only now: its result is certainly in `out`
 
 
 def make_evaluator(
@@ -99,9 +124,12 @@ def make_evaluator(
     """Check all questions, load the model and return the function that measures one key.
 
     Args:
-        request: what to evaluate.
+        request: checkpoint, questions, context lengths and way of answering.
         bar: progress bar; counts questions.
         keys: the keys that will be evaluated.
+
+    Returns:
+        Function from a key to its result.
 
     Raises:
         UserError: a question without its document is longer than the context, choices are missing, or the checkpoint
@@ -112,6 +140,7 @@ def make_evaluator(
     folder = dataset.load_dataset(request.data)
     check_vocabulary(checkpoint, read_dictionary(request.data / "dict.txt"), request.data)
     rows = folder.split(request.split)
+    # set -> index in the split and row of each of its questions
     by_set: dict[str, list[tuple[int, QuestionRow]]] = {key.set: [] for key in keys}
     for index, row in enumerate(rows):
         if row.set in by_set:
@@ -122,23 +151,30 @@ def make_evaluator(
     default = model.decoder.position_transforms.train.evaluation
     transform = str(request.positions_eval or checkpoint.model.get("positions_eval") or default)
     for key in keys:
-        with fixed_positions(model, [[0]], [key.length]):  # raises UserError if a length has no positions
+        # A prompt of one token: entering the context raises UserError if a length has no positions.
+        with fixed_positions(model, [[0]], [key.length]):
             pass
 
-    def evaluate(key: QuestionKey) -> QuestionResult:
-        plan, info, path = plans[key], folder.sets[key.set], _partial_path(request, key)
+    def answer_all(key: QuestionKey) -> tuple[dict[str, str], float]:
+        """Return the answers by question id, and the seconds of answering; stored answers are reused."""
+        path = _partial_path(request, key)
         stored = _read_partial(path)
         answers = {id: text for batch in stored for id, text in batch.answers.items()}
-        for batch in plan.batches:
+        for batch in plans[key].batches:
             if not all(id in answers for id in batch.ids):
                 start = time.monotonic()
-                texts = _answer_batch(model, key, rows, info, batch, bar.refresh)
+                texts = _answer_batch(model, key, rows, folder.sets[key.set], batch, bar.refresh)
                 by_id = dict(zip(batch.ids, texts, strict=True))
                 stored.append(_BatchAnswers(by_id, round(time.monotonic() - start, 3)))
                 answers.update(by_id)
                 _append_partial(path, stored[-1])
             bar.update(len(batch.ids))
         predictions = {row.id: answers[row.id] for _, row in by_set[key.set]}
+        return predictions, sum(batch.seconds for batch in stored)
+
+    def evaluate(key: QuestionKey) -> QuestionResult:
+        plan, info = plans[key], folder.sets[key.set]
+        predictions, seconds = answer_all(key)
         count = info.splits[key.split].questions
         if not len(predictions) == plan.questions == count:
             raise UserError(
@@ -146,7 +182,7 @@ def make_evaluator(
                 "prepare the questions again"
             )
         if request.predictions is not None:
-            files.write_json(_predictions_path(request, key), predictions)
+            json_files.write_json(_predictions_path(request, key), predictions)
         items = [rows.with_prediction(row, predictions[row.id]) for _, row in by_set[key.set]]
         values, undefined = _compute_metrics(info, items)
         return QuestionResult(
@@ -163,7 +199,7 @@ def make_evaluator(
             undefined=undefined,
             transform=explicit_ratio(transform, checkpoint.train_length() or key.length, key.length),
             distances=score_by_distance(info.published, items, [row.distance for _, row in by_set[key.set]]),
-            seconds=round(sum(batch.seconds for batch in stored), 3),
+            seconds=round(seconds, 3),
         )
 
     bar.start_timing(sum(plan.questions for plan in plans.values()))
@@ -174,7 +210,7 @@ def _plan_batches(
     key: QuestionKey, rows: QuestionRows, info: SetInfo, questions: Sequence[tuple[int, QuestionRow]]
 ) -> _BatchPlan:
     """Batch a set's questions, the longest first, so that a batch that exceeds the memory fails at once."""
-    sizes: list[tuple[int, int, QuestionRow]] = []
+    sizes: list[tuple[int, int, QuestionRow]] = []  # tokens of the prompt, index in the split, question
     truncated = lost = 0
     for index, row in questions:
         if key.answer_mode == "likelihood" and not row.choices:
@@ -183,25 +219,32 @@ def _plan_batches(
         removed = max(0, document - check_token_budget(fixed, _prompt_budget(key, rows, info, row), row.id))
         truncated, lost = truncated + (removed > 0), lost + removed
         sizes.append((fixed + document - removed, index, row))
+    sizes.sort(key=lambda entry: (-entry[0], entry[1]))
+    return _BatchPlan(_fill_batches(key, info, sizes), len(sizes), truncated, lost)
+
+
+def _fill_batches(key: QuestionKey, info: SetInfo, sizes: Sequence[tuple[int, int, QuestionRow]]) -> list[_Batch]:
+    """Return batches within the limits, from (tokens of the prompt, index in the split, question), longest first."""
     batches: list[_Batch] = []
     longest = num_rows = 0  # of the batch that is being filled: tokens of its first question, rows of the model
-    for size, index, row in sorted(sizes, key=lambda entry: (-entry[0], entry[1])):
-        row_count = len(row.choices) if key.answer_mode == "likelihood" else key.beam
-        total = num_rows + row_count
-        fits = total <= _MAX_ROWS and total * (longest + info.answer_tokens) <= _MAX_TOKENS
+    for size, index, row in sizes:
+        added_rows = len(row.choices) if key.answer_mode == "likelihood" else key.beam
+        total_rows = num_rows + added_rows
+        fits = total_rows <= _MAX_ROWS and total_rows * (longest + info.answer_tokens) <= _MAX_TOKENS
         if not batches or not fits or (len(batches[-1].ids) + 1) * longest**2 > _MAX_PAIRS:
             batches.append(_Batch([], []))
-            longest, total = size, row_count
+            longest, total_rows = size, added_rows
         batches[-1].indices.append(index)
         batches[-1].ids.append(row.id)
-        num_rows = total
-    return _BatchPlan(batches, len(sizes), truncated, lost)
+        num_rows = total_rows
+    return batches
 
 
 def _prompt_budget(key: QuestionKey, rows: QuestionRows, info: SetInfo, row: QuestionRow) -> int:
-    """Tokens of the context that the prompt may have; the rest is for the answer, or the longest choice."""
+    """Return the tokens of the context that the prompt may have; the answer or the longest choice takes the others."""
     answer_tokens = info.answer_tokens
     if key.answer_mode == "likelihood":
+        # 1 + for the end of the answer, which is scored with each choice
         answer_tokens = max(answer_tokens, 1 + max(int(rows.sizes[choice]) for choice in row.choices))
     return key.length - answer_tokens
 
@@ -246,14 +289,14 @@ def _predictions_path(request: QuestionRequest, key: QuestionKey) -> Path:
 
 
 def _unique_name(key: QuestionKey) -> str:
-    """File name that belongs to one key only."""
+    """Return a file name, without its suffix, that belongs to one key only."""
     digest = hashlib.sha256(json.dumps(records.to_dict(key), sort_keys=True).encode()).hexdigest()[:12]
     readable = re.sub(r"[^\w.-]", "_", key.set)
     return f"{readable}-{key.length}-{digest}"
 
 
 def _partial_path(request: QuestionRequest, key: QuestionKey) -> Path | None:
-    """File for the answers of an unfinished measurement; None without ``out``."""
+    """Return the file for the answers of an unfinished measurement; None without ``out``."""
     if request.out is None:
         return None
     return request.out.with_name(f"{request.out.name}.{_unique_name(key)}.partial")
@@ -271,6 +314,7 @@ def _read_partial(path: Path | None) -> list[_BatchAnswers]:
 
 
 def _append_partial(path: Path | None, batch: _BatchAnswers) -> None:
+    """Append the answers of a batch, and write them to disk before the next batch begins."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -281,6 +325,7 @@ def _append_partial(path: Path | None, batch: _BatchAnswers) -> None:
 
 
 def _remove_partial(request: QuestionRequest, key: QuestionKey | None) -> None:
+    """Remove the stored answers of a finished measurement, if there are any."""
     path = None if key is None else _partial_path(request, key)
     if path is not None:
         path.unlink(missing_ok=True)

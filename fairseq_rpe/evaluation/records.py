@@ -13,7 +13,7 @@ from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.position_limits import is_random
-from fairseq_rpe.utils import files, records
+from fairseq_rpe.utils import files, json_files, output_checks, records
 from fairseq_rpe.utils.records import Count, Loss, Natural, Perplexity, Share, Unbounded, from_attributes
 
 # Tokens of a batch: bounds its activations and, with fairseq, its logits. A longer block or window is its own batch.
@@ -188,7 +188,10 @@ class Buckets:
     tokens: tuple[Count, ...]
 
     def fault(self) -> str | None:
-        """Return what contradicts in these values as the end of a sentence, or None."""
+        """Return the contradiction in these values as the end of a sentence, or None if there is none.
+
+        :mod:`fairseq_rpe.utils.records` calls it when it reads a record.
+        """
         if not len(self.upto) == len(self.loss_base2) == len(self.tokens):
             return "has upto, loss_base2 and tokens of different lengths"
         if not self.upto or any(later <= earlier for earlier, later in pairwise(self.upto)):
@@ -350,6 +353,13 @@ def read_results(kind: type[ResultType], path: Path) -> list[ResultType]:
     """Read the results in a JSON-lines file; return an empty list if the file does not exist.
 
     Parsed results are cached until the file changes, because a report needs those of each run several times.
+
+    Args:
+        kind: type of the results.
+        path: the file.
+
+    Raises:
+        UserError: the file has a line that is not such a result.
     """
     try:
         status = os.stat(path)
@@ -361,6 +371,7 @@ def read_results(kind: type[ResultType], path: Path) -> list[ResultType]:
 
 @functools.lru_cache(maxsize=256)
 def _read_version(kind: type[ResultType], path: Path, version: tuple[int, ...]) -> list[ResultType]:
+    """Read a file of results; ``version`` identifies its contents, and is only the key of the cache."""
     return records.read_records(kind, path, "the result")
 
 
@@ -386,19 +397,19 @@ def resume_results(
         UserError: ``path`` cannot be written.
     """
     if path:
-        files.check_plain_file("--out", path)
+        output_checks.check_plain_file("--out", path)
     results = {result.key: result for result in (read_results(kind, path) if path else [])}
     missing = [key for key in keys if key not in results]
     if path and missing:
-        files.check_output_file("--out", path)
-    evaluate = make_evaluator(missing) if missing else results.__getitem__
+        output_checks.check_output_file("--out", path)
+    evaluate = make_evaluator(missing) if missing else results.__getitem__  # not called if nothing is missing
     for key in keys:
         failure: Exception | None = None
         if key not in results:
             results[key] = evaluate(key)
             try:
                 if path:
-                    files.append_json_line(path, results[key].to_json())
+                    json_files.append_json_line(path, results[key].to_json())
             except (OSError, UserError) as error:
                 failure = error
         # yielded first: the caller can still show a result that could not be stored

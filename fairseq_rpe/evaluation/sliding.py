@@ -29,9 +29,8 @@ from fairseq_rpe.utils.files import sha256_of_files
 from fairseq_rpe.utils.records import Count, Loss, Perplexity, Positive, from_attributes
 from fairseq_rpe.utils.table import Table, TableRow, number_cell
 
-PUBLISHED_RELATIVE_TIME = (
-    44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
-)
+# Sliding / non-overlapping, mean over the windows of the paper's Table 1; ALiBi without sliding is 1.00 there.
+PUBLISHED_RELATIVE_TIME = 44.35
 COLUMNS = ("encoding", "mode", "window", "stride", "tokens", "ppl", "loss_base2", "seconds", "relative")
 REFERENCE = "alibi"  # the paper compares sliding windows with this encoding, which needs none
 PLAIN, SLIDING, CACHED = "non-overlapping", "sliding", "cached"
@@ -157,7 +156,9 @@ class SlidingRequest(EvalOverrides):
         shared |= {"blocks": self.blocks if self.blocks == "document" else None}
 
         def modes(window: int) -> list[tuple[str, int]]:
-            return [(PLAIN, window), (SLIDING, self.stride), (CACHED, self.stride)][: 2 + self.cached]
+            """Return each mode with its stride; non-overlapping first, as :func:`compare_windows` expects."""
+            cached = [(CACHED, self.stride)] if self.cached else []
+            return [(PLAIN, window), (SLIDING, self.stride), *cached]
 
         return [
             from_attributes(SlidingKey, self, **shared, mode=mode, window=window, stride=stride)
@@ -170,7 +171,7 @@ def with_blocks(request: SlidingRequest, subjects: Sequence[LabelledCheckpoint])
     """Fill in the blocks of the checkpoints' training if the request leaves them open.
 
     Args:
-        request: the request.
+        request: what to compare; its ``blocks`` may be None.
         subjects: the checkpoints.
 
     Returns:
@@ -204,10 +205,11 @@ def compare_windows(
     rows = []
     for subject in subjects:
         make_evaluator = functools.partial(_make_evaluator, request, subject)
-        plain: dict[int, float] = {}
+        plain_seconds: dict[int, float] = {}
         for result in resume_results(SlidingResult, results, request.keys(subject.path), make_evaluator):
-            plain.setdefault(result.window, result.seconds)  # the first mode of a window is non-overlapping
-            relative = result.seconds / plain[result.window]
+            # the first mode of a window is non-overlapping; setdefault keeps its time for the other modes
+            plain_seconds.setdefault(result.window, result.seconds)
+            relative = result.seconds / plain_seconds[result.window]
             rows.append(replace(result, encoding=subject.label, relative=relative))
     return rows
 
@@ -215,6 +217,7 @@ def compare_windows(
 def _make_evaluator(
     request: SlidingRequest, subject: LabelledCheckpoint, missing: Sequence[SlidingKey]
 ) -> Callable[[SlidingKey], SlidingResult]:
+    """Load a checkpoint and its text, and return the function that measures one window and mode."""
     model, task = load_model(subject.path, request, request.data)
     if model.decoder.position_transforms.evaluation.random:
         raise UserError(
@@ -224,8 +227,9 @@ def _make_evaluator(
     for key in missing:
         if key.mode == CACHED and (reason := cache_mismatch_reason(model, key.window, key.stride)):
             raise UserError(f"--cached: {subject.label}: {reason}")
-    stream = read_stream(request.data, request.split, task.source_dictionary, missing[0].tokens)
-    ends = request.ends(missing[0].tokens) if request.blocks == "document" else None
+    tokens = missing[0].tokens  # the same for all keys
+    stream = read_stream(request.data, request.split, task.source_dictionary, tokens)
+    ends = request.ends(tokens) if request.blocks == "document" else None
 
     def evaluate(key: SlidingKey) -> SlidingResult:
         rows = (key.max_tokens or BATCH_TOKENS) // key.window
@@ -234,13 +238,13 @@ def _make_evaluator(
         else:
             windows = DocumentWindows(stream, ends, key.window, key.stride, rows)
         title = f"{subject.label}, {key.mode}, window {key.window}"
-        seconds: list[float] = []
+        seconds: list[float] = []  # of each repetition
         while sum(seconds) < MIN_SECONDS and len(seconds) < MAX_REPEATS:
-            nats, taken = score_windows(
+            total_nats, duration = score_windows(
                 model, windows, cached=key.mode == CACHED, workers=key.workers or 0, title=title
             )
-            seconds.append(taken)
-        nats /= key.tokens
+            seconds.append(duration)
+        nats = total_nats / key.tokens
         loss = nats / math.log(2)
         if loss >= MAX_BITS:
             raise too_large_error(loss)
@@ -257,13 +261,13 @@ def window_table(rows: Sequence[SlidingResult]) -> Table:
     for row in rows:
         by_window.setdefault((row.encoding, row.window), []).append(row)
     modes = list(dict.fromkeys(row.mode for row in rows))
-    head = ["encoding", "window", *(f"{m} ppl" for m in modes), "seconds", *(f"{m} time" for m in modes[1:])]
+    header = ["encoding", "window", *(f"{m} ppl" for m in modes), "seconds", *(f"{m} time" for m in modes[1:])]
     lines = []
     for (label, window), results in by_window.items():
         times = [results[0].seconds, *(result.relative for result in results[1:])]
         cells = [number_cell(value, ".2f") for value in (*(result.ppl for result in results), *times)]
         lines.append(TableRow(label, [number_cell(window, "d"), *cells]))
-    return Table("Perplexity and time by window", head, lines)
+    return Table("Perplexity and time by window", header, lines)
 
 
 def total_time_table(rows: Sequence[SlidingResult]) -> Table:

@@ -41,6 +41,13 @@ class Windows(Dataset):
         window: w, in tokens.
         stride: s, in tokens.
         rows: upper limit of the windows in a batch.
+
+    Attributes:
+        tokens: T, number of targets.
+        starts: first input of each full window.
+        first_window, last_windows: arguments of :meth:`select` for the first window, and for the shorter final one, if
+            there is one.
+        batches: arguments of :meth:`select` for each batch.
     """
 
     def __init__(self, stream: Tensor, window: int, stride: int, rows: int = 1) -> None:
@@ -49,13 +56,15 @@ class Windows(Dataset):
         self.stream, self.window, self.stride, self.rows = stream, window, stride, max(1, rows)
         self.starts = range(0, self.tokens - window + 1, stride)
         self.first_window = (self.starts[:1], window, window)
-        after = self.tokens - window - self.starts[-1]
-        end = self.starts[-1] + stride
-        self.last_windows = [(range(end, end + 1), self.tokens - end, after)] if after else []
+        remaining = self.tokens - window - self.starts[-1]  # targets after the last full window
+        last_start = self.starts[-1] + stride
+        last = (range(last_start, last_start + 1), self.tokens - last_start, remaining)
+        self.last_windows = [last] if remaining else []
+        # The first window scores w targets, the others s: it is a batch of its own unless s = w.
         alone = [self.first_window] if stride < window else []
-        inner = range(len(alone), len(self.starts), self.rows)
-        self.batches: list[tuple[range | np.ndarray, int, int]]
-        self.batches = [*alone, *((self.starts[k : k + self.rows], window, stride) for k in inner), *self.last_windows]
+        offsets = range(len(alone), len(self.starts), self.rows)
+        inner = [(self.starts[k : k + self.rows], window, stride) for k in offsets]
+        self.batches: list[tuple[range | np.ndarray, int, int]] = [*alone, *inner, *self.last_windows]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -64,7 +73,16 @@ class Windows(Dataset):
         return self.select(*self.batches[number])
 
     def select(self, starts: range | np.ndarray, length: int, targets: int) -> Batch:
-        """Return windows of ``length`` inputs, (B, length), and their last targets, (B, targets)."""
+        """Return windows and their last targets.
+
+        Args:
+            starts: first input of each of B windows.
+            length: inputs of a window.
+            targets: number of scored targets of a window.
+
+        Returns:
+            Inputs (B, length) and targets (B, targets), int64.
+        """
         indices = torch.tensor(starts)[:, None] + torch.arange(length)  # (B, length)
         return self.stream[indices], self.stream[indices[:, length - targets :] + 1]
 
@@ -88,33 +106,43 @@ class DocumentWindows(Windows):
         self.tokens = int(sizes.sum())
         check_windows(int(sizes.max(initial=0)), window, stride)
         self.stream, self.window, self.stride, self.rows = stream, window, stride, max(1, rows)
-        full = sizes >= window
-        more, after = (sizes[full] - window) // stride, (sizes[full] - window) % stride
-        number = np.arange(more.sum()) - np.repeat(np.cumsum(more) - more, more) + 1  # within the document
-        rest = after > 0
-        end = (more[rest] + 1) * stride  # where the last window of a document begins in it
-        # (first input, inputs, targets) of every window
-        parts = [
-            np.stack([begins[~full], sizes[~full], sizes[~full]], axis=1),
-            _windows(begins[full], window, window),
-            _windows(np.repeat(begins[full], more) + number * stride, window, stride),
-            np.stack([begins[full][rest] + end, sizes[full][rest] - end, after[rest]], axis=1),
-        ]
-        windows = np.concatenate(parts)
-        shapes, shape_of = np.unique(windows[:, 1:], axis=0, return_inverse=True)
-        order = np.argsort(shape_of.ravel(), kind="stable")
-        counts = np.bincount(shape_of.ravel(), minlength=len(shapes))
+        windows = _document_windows(begins, sizes, window, stride)
+        shapes, shape_indices = np.unique(windows[:, 1:], axis=0, return_inverse=True)  # (shapes, 2), (windows,)
+        order = np.argsort(shape_indices.ravel(), kind="stable")
+        counts = np.bincount(shape_indices.ravel(), minlength=len(shapes))
+        starts_by_shape = np.split(windows[order, 0], np.cumsum(counts)[:-1])
         self.batches = []
-        for (length, targets), starts in zip(
-            shapes.tolist(), np.split(windows[order, 0], np.cumsum(counts)[:-1]), strict=True
-        ):
+        for (length, targets), starts in zip(shapes.tolist(), starts_by_shape, strict=True):
             batches = (starts[k : k + self.rows] for k in range(0, len(starts), self.rows))
             self.batches += [(batch, length, targets) for batch in batches]
 
 
-def _windows(starts: np.ndarray, length: int, targets: int) -> np.ndarray:
+def _document_windows(begins: np.ndarray, sizes: np.ndarray, window: int, stride: int) -> np.ndarray:
+    """Return (windows, 3), the windows of documents with these first inputs and sizes, (documents,) each.
+
+    The columns are the first input, the number of inputs and the number of targets of a window.
+    """
+    has_window = sizes >= window  # the other documents are one shorter window each
+    short_begins, short_sizes = begins[~has_window], sizes[~has_window]
+    begins, sizes = begins[has_window], sizes[has_window]
+    later, remaining = (sizes - window) // stride, (sizes - window) % stride  # full windows after the first; targets
+    number = np.arange(later.sum()) - np.repeat(np.cumsum(later) - later, later) + 1  # 1, 2 … within each document
+    has_last = remaining > 0
+    offset = (later[has_last] + 1) * stride  # of the shorter final window from the start of its document
+    return np.concatenate(
+        [
+            _stack_windows(short_begins, short_sizes, short_sizes),
+            _stack_windows(begins, window, window),
+            _stack_windows(np.repeat(begins, later) + number * stride, window, stride),
+            _stack_windows(begins[has_last] + offset, sizes[has_last] - offset, remaining[has_last]),
+        ]
+    )
+
+
+def _stack_windows(starts: np.ndarray, lengths: np.ndarray | int, targets: np.ndarray | int) -> np.ndarray:
     """Return (windows, 3): first input, number of inputs and number of targets of each window."""
-    return np.stack([starts, np.full_like(starts, length), np.full_like(starts, targets)], axis=1)
+    columns = (starts, np.broadcast_to(lengths, starts.shape), np.broadcast_to(targets, starts.shape))
+    return np.stack(columns, axis=1)
 
 
 def check_windows(total: int, window: int, stride: int) -> None:
@@ -167,7 +195,7 @@ def score_windows(
         for inputs, targets, *state in batches:
             inputs, targets = inputs.to(device), targets.to(device)
             if not tokens:
-                token_losses(model, inputs, targets)
+                token_losses(model, inputs, targets)  # warm-up: allocations and the choice of a back end
                 start = now()
             nats += token_losses(model, inputs, targets, *state).double().sum()
             tokens += targets.numel()
@@ -188,20 +216,20 @@ def _cached_batches(model: Any, windows: Windows) -> Iterator[Batch | tuple[Tens
     if reason := cache_mismatch_reason(model, windows.window, windows.stride):
         raise UserError(reason)
     decoder, state = model.decoder, MovableCache()
-    keep, steps = windows.window - windows.stride, windows.starts[1:]
-    # So few segments that filling the caches costs at most about a quarter of the steps.
-    rows = max(1, min(MAX_SEGMENTS, windows.rows, len(steps) * windows.stride // (4 * keep)))
-    length = max(1, -(-len(steps) // rows))
+    overlap, later_starts = windows.window - windows.stride, windows.starts[1:]
+    # So few segments that filling their caches computes at most about a quarter of the tokens of the steps.
+    segments = max(1, min(MAX_SEGMENTS, windows.rows, len(later_starts) * windows.stride // (4 * overlap)))
+    steps = max(1, -(-len(later_starts) // segments))  # windows of a segment, rounded up
     yield windows.select(*windows.first_window)
-    if steps:
-        filling = windows.select(steps[::length], keep, 0)[0].to(next(decoder.parameters()).device)
-        decoder(filling, incremental_state=state, features_only=True)
-        for step in range(length):
-            starts = steps[step::length]
+    if later_starts:
+        prefix, _ = windows.select(later_starts[::steps], overlap, 0)  # (segments, w - s)
+        decoder(prefix.to(next(decoder.parameters()).device), incremental_state=state, features_only=True)
+        for step in range(steps):
+            starts = later_starts[step::steps]  # segment i is at window i·steps + step
             for layer in decoder.layers:
                 cache = layer.self_attn._get_input_buffer(state)
                 # (B, H, w, D) -> the last w - s tokens; the last step may have fewer segments
-                recent = {name: tensor[: len(starts), :, -keep:] for name, tensor in cache.items()}
+                recent = {name: tensor[: len(starts), :, -overlap:] for name, tensor in cache.items()}
                 layer.self_attn._set_input_buffer(state, recent)
             yield *windows.select(starts, windows.window, windows.stride), state
     yield from (windows.select(*window) for window in windows.last_windows)
@@ -220,6 +248,9 @@ def cache_mismatch_reason(model: Any, window: int, stride: int) -> str | None:
         model: a ``transformer_rpe_lm`` in evaluation mode.
         window: w, in tokens.
         stride: s, in tokens.
+
+    Returns:
+        The reason with a remedy, as the end of an error message, or None if the cache is exact.
     """
     decoder = model.decoder
     if stride >= window:
@@ -228,19 +259,23 @@ def cache_mismatch_reason(model: Any, window: int, stride: int) -> str | None:
         return "this encoding depends on the previous tokens, which differ between windows: use recomputation"
     device = next(decoder.parameters()).device
     positions = decoder.position_transforms(
-        Positions.arange(window, device=device), torch.tensor([window]), False, False
+        Positions.arange(window, device=device), torch.tensor([window]), training=False, decoding=False
     )
     positions = replace(positions, q=positions.q.double(), k=positions.k.double())
-    x = torch.ones(1, window, decoder.encodings[0].width, device=device)
-    embedded = decoder.encodings[0].embed(x, positions)
-    if not torch.allclose(embedded, embedded[:, :1].expand_as(x)):
+    # Equal embeddings stay equal unless the encoding adds positions to them.
+    equal = torch.ones(1, window, decoder.encodings[0].width, device=device)
+    embedded = decoder.encodings[0].embed(equal, positions)
+    if not torch.allclose(embedded, embedded[:, :1].expand_as(equal)):
         return (
             "this encoding adds positions to the input, which differ between windows, so cached keys would be wrong: "
             "use recomputation"
         )
+    return None if len(decoder.layers) == 1 else _hidden_state_mismatch_reason(decoder, positions, window, stride)
+
+
+def _hidden_state_mismatch_reason(decoder: Any, positions: Positions, window: int, stride: int) -> str | None:
+    """Return why hidden states between several layers would differ from recomputed ones, or None."""
     layers = len(decoder.layers)
-    if layers == 1:
-        return None
     if any(e.is_content_dependent for e in decoder.encodings):
         return f"scores here depend on the tokens, so with {layers} layers cached states may differ: use recomputation"
     if any(e.rotation_regions(positions) is not None for e in decoder.encodings):
@@ -254,7 +289,7 @@ def cache_mismatch_reason(model: Any, window: int, stride: int) -> str | None:
             f"{distance} tokens back, stride {stride} allows {window - stride}; use recomputation, or a model of one "
             f"layer or with --rpe window:window=N, (N - 1)·{layers} <= {window - stride}"
         )
-    # Scores depend only on distances if each row is a prefix of the longest one.
+    # Scores depend only on distances if each row is a prefix of the longest one, which is the first.
     same = (torch.allclose(row, rows[0][..., : row.shape[-1]], rtol=1e-6, atol=1e-6) for rows in scores for row in rows)
     if not positions.contiguous or not all(same):
         return "scores of this encoding depend on more than the distance, so cached states differ: use recomputation"
@@ -262,12 +297,19 @@ def cache_mismatch_reason(model: Any, window: int, stride: int) -> str | None:
 
 
 def _scores(encoding: Encoding, positions: Positions) -> list[Tensor]:
-    """Scores (1, H, 1, i + 1) of equal queries and equal keys, nearest key first, for the last and other rows i."""
+    """Return scores of equal queries and equal keys for some rows i, the last one first.
+
+    Equal contents leave the positions as the only cause of differences between scores.
+
+    Returns:
+        (1, H, 1, i + 1) for each row i, nearest key first.
+    """
     m = positions.k.shape[1]
     bias, heads = encoding.position_bias(positions), encoding.heads
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 1, heads, 1, encoding.width // heads, dtype=torch.float64, generator=generator)
-    q, k = x.to(positions.k.device).expand(-1, -1, -1, m, -1)
+    # one query and one key for each head, (2, 1, H, 1, D), at all m positions
+    contents = torch.randn(2, 1, heads, 1, encoding.width // heads, dtype=torch.float64, generator=generator)
+    q, k = contents.to(positions.k.device).expand(-1, -1, -1, m, -1)
     q, k = encoding.rotate(q, positions.q, positions), encoding.rotate(k, positions.k, positions, key=True)
     rows = []
     for i in sorted({m - 1, m - 2, m // 2, m // 3, 1} & set(range(m)), reverse=True):

@@ -19,47 +19,66 @@ from fairseq_rpe.figures.style import save
 from fairseq_rpe.utils.files import atomic_write
 from fairseq_rpe.utils.table import Table, TableRow, csv_text, join_latex, text_cell
 
+# Statistics over the measured queries: largest and mean δ and bound, and the largest δ / bound of a query.
 COLUMNS = ("delta_max", "delta_mean", "bound_max", "bound_mean", "of_bound_max")
 
 
 class LayerTruncationError:
-    """Output error δ and its bound, over the rows of one layer.
+    """Output error δ and its bound in one layer, over the measured queries of all blocks.
 
     Args:
         sizes: J numbers of nearest keys.
+
+    Attributes:
+        sizes: J numbers of nearest keys.
+        rows: number of measured queries so far, over all blocks.
     """
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.rows = sizes, 0
-        self._max = self._sums = torch.empty(0)
+        # (3, J, H) largest δ, bound and δ / bound; (2, J, H) sums of δ and of the bound; empty before the first block
+        self._maxima = self._sums = torch.empty(0)
 
     def add(self, score: Tensor, v: Tensor) -> None:
-        """Add the rows of scores (B, H, n, m) with values (B, H, m, D)."""
+        """Add the queries of one attention call.
+
+        Args:
+            score: (B, H, n, m) attention scores of the last n of m tokens.
+            v: (B, H, m, D) values.
+        """
+        pairs = [torch.stack(pair) for pair in truncation_errors(score, v, self.sizes)]  # J × (2, B, H, n)
+        errors = torch.stack(pairs, 1).transpose(2, 3).flatten(3)  # (2, J, H, B·n)
+        delta, bound = errors
+        ratio = torch.where(bound > 0, delta / bound, 0.0)  # a query without far keys has δ = bound = 0
+        maxima, sums = torch.stack([delta, bound, ratio]).amax(-1), errors.sum(-1)
+        if self.rows:
+            maxima, sums = torch.maximum(self._maxima, maxima), self._sums + sums
+        self._maxima, self._sums = maxima, sums
         self.rows += score.shape[0] * score.shape[2]
-        pairs = [torch.stack(pair) for pair in truncation_errors(score, v, self.sizes)]
-        errors = torch.stack(pairs, 1).transpose(2, 3).flatten(3)  # (2, J, H, B·n): δ and bound
-        ratio = torch.where(errors[1] > 0, errors[0] / errors[1], 0.0)[None]
-        maxima, sums = torch.cat([errors, ratio]).amax(-1), errors.sum(-1)
-        self._max, self._sums = (
-            (torch.maximum(self._max, maxima), self._sums + sums) if self._sums.numel() else (maxima, sums)
-        )
 
     @property
-    def table(self) -> Tensor:
-        """(5, J, H) float64: :data:`COLUMNS` over rows; the last is the largest ratio of a δ to its bound."""
-        (delta, bound, ratio), means = self._max, self._sums / self.rows
-        return torch.stack([delta, means[0], bound, means[1], ratio]).cpu()
+    def statistics(self) -> Tensor:
+        """(5, J, H) float64: the statistics :data:`COLUMNS` for each number of keys and head."""
+        delta_max, bound_max, ratio_max = self._maxima
+        delta_mean, bound_mean = self._sums / self.rows
+        return torch.stack([delta_max, delta_mean, bound_max, bound_mean, ratio_max]).cpu()
 
 
 class TruncationErrorProbe(AttentionMassProbe):
-    """Probe that measures δ, for any encoding, in float64 whatever the dtype of the model."""
+    """Probe that measures δ, for any encoding, in float64 whatever the dtype of the model.
+
+    Args:
+        decoder: decoder of a ``transformer_rpe_lm`` in evaluation mode.
+        length: tokens of every block.
+        rows: number of queries to measure, the last of each block.
+    """
 
     def __init__(self, decoder: Any, length: int, rows: int) -> None:
-        super().__init__(decoder, length, rows, ())
+        super().__init__(decoder, length, rows, epsilons=())
         self.layers: list[Any] = [LayerTruncationError(window_sizes(length)) for _ in decoder.layers]
 
     def record_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
-        """Add the truncation errors of a block of queries of one layer."""
+        """Add the truncation errors of some queries of one layer: q (B, H, n, D), k and v (B, H, m, D)."""
         self.layers[layer].add(attention_scores(q.double(), k.double(), plan), v.double())
 
 
@@ -69,7 +88,7 @@ class CheckpointTruncationError(TruncationErrors):
 
     Attributes:
         path: checkpoint file.
-        values: (5, J, H) of each layer, see :attr:`LayerTruncationError.table`.
+        values: (5, J, H) of each layer, see :attr:`LayerTruncationError.statistics`.
     """
 
     path: Path
@@ -85,20 +104,23 @@ def measure_truncation_error(
         request: text and number of blocks.
         checkpoint: the checkpoint.
         length: tokens of a block.
-        rows: number of measured queries, the last of each block.
+        rows: number of measured queries in each block, its last ones.
+
+    Raises:
+        UserError: the checkpoint or the text cannot be used.
     """
     _, probe = run_probe(request, checkpoint, length, lambda decoder: TruncationErrorProbe(decoder, length, rows), rows)
-    values = [layer.table for layer in probe.layers]
-    maxima = torch.stack([value.amax(-1) for value in values])  # (layers, 5, J): over heads
+    values = [layer.statistics for layer in probe.layers]
+    largest = torch.stack([value.amax(-1) for value in values])  # (layers, 5, J): over heads
     return CheckpointTruncationError(
-        checkpoint.label,
-        checkpoint.train_length,
-        length,
-        probe.layers[0].sizes,
-        maxima[:, 0],
-        maxima[:, 2],
-        checkpoint.path,
-        values,
+        label=checkpoint.label,
+        train_length=checkpoint.train_length,
+        length=length,
+        keys=probe.layers[0].sizes,
+        delta=largest[:, COLUMNS.index("delta_max")],
+        bound=largest[:, COLUMNS.index("bound_max")],
+        path=checkpoint.path,
+        values=values,
     )
 
 
@@ -110,13 +132,13 @@ def write_truncation_report(
     folder: Path,
     latex: bool = False,
 ) -> str:
-    """Measure each checkpoint and write delta.csv, delta.png and delta.pdf.
+    """Measure each checkpoint and write delta.csv, delta.png, delta.pdf and, on request, delta.tex.
 
     Args:
         request: text and number of blocks.
         checkpoints: the checkpoints.
         length: tokens of a block.
-        rows: number of measured queries, the last of each block.
+        rows: number of measured queries in each block, its last ones.
         folder: output folder.
         latex: whether to write the table as delta.tex, too.
 
@@ -126,37 +148,39 @@ def write_truncation_report(
     Raises:
         UserError: the folder cannot be written, or a checkpoint cannot be used.
     """
-    files = [folder / f"delta.{end}" for end in ("csv", "png", "pdf", "tex")]
-    check_output(folder, [file.name for file in files])
+    csv_path, png_path, pdf_path, tex_path = (folder / f"delta.{suffix}" for suffix in ("csv", "png", "pdf", "tex"))
+    # Before the measurement, which takes minutes; delta.tex is checked even if it is not written.
+    check_output(folder, [path.name for path in (csv_path, png_path, pdf_path, tex_path)])
     errors = [measure_truncation_error(request, checkpoint, length, rows) for checkpoint in checkpoints]
-    atomic_write(files[0], csv(errors))
-    save(draw_truncation_errors(errors), *files[1:3])
+    table = truncation_table(errors)
+    atomic_write(csv_path, truncation_csv(errors))
+    save(draw_truncation_errors(errors), png_path, pdf_path)
     if latex:
-        atomic_write(files[3], join_latex([table(errors)]))
+        atomic_write(tex_path, join_latex([table]))
     about = f"Cells: largest δ(i, j) of any head and of the last {rows} queries, in brackets its bound; j nearest keys."
-    return f"{table(errors).to_markdown()}\n{about}\ntable:  {files[0]}\nfigure: {files[1]}"
+    return f"{table.to_markdown()}\n{about}\ntable:  {csv_path}\nfigure: {png_path}"
 
 
-def csv(errors: Sequence[CheckpointTruncationError]) -> str:
-    """Return a CSV row for each layer (from 0), head (from 1) and number of keys."""
+def truncation_csv(errors: Sequence[CheckpointTruncationError]) -> str:
+    """Return a CSV row for each layer (from 0), head (from 1) and number of keys, with the columns :data:`COLUMNS`."""
     rows = (
-        [error.label, error.path, layer, head + 1, keys, *value[:, index, head].tolist(), error.length]
+        [error.label, error.path, layer, head + 1, keys, *statistics[:, index, head].tolist(), error.length]
         for error in errors
-        for layer, value in enumerate(error.values)
-        for head in range(value.shape[-1])
+        for layer, statistics in enumerate(error.values)
+        for head in range(statistics.shape[-1])
         for index, keys in enumerate(error.keys)
     )
     return csv_text(("encoding", "checkpoint", "layer", "head", "keys", *COLUMNS, "length"), rows)
 
 
-def table(errors: Sequence[CheckpointTruncationError]) -> Table:
-    """Return a table of encoding and layer × number of keys: the largest δ of any head and row, and its bound."""
-    # every second power of two
+def truncation_table(errors: Sequence[CheckpointTruncationError]) -> Table:
+    """Return a table of encoding and layer × number of keys: the largest δ of any head and query, and its bound."""
+    # Of the numbers of keys only 1, 4, 16, 64 …, every second power of two, so that the table fits a page.
     columns = [index for index, keys in enumerate(errors[0].keys) if keys.bit_count() == 1 and keys.bit_length() % 2]
     rows = [
         TableRow(error.label, [text_cell(layer), *(text_cell(f"{delta[c]:.2g} ({bound[c]:.2g})") for c in columns)])
         for error in errors
         for layer, (delta, bound) in enumerate(zip(error.delta, error.bound, strict=True))
     ]
-    head = ["encoding", "layer", *(f"j = {errors[0].keys[c]}" for c in columns)]
-    return Table("Output error", head, rows, is_text=True)
+    header = ["encoding", "layer", *(f"j = {errors[0].keys[c]}" for c in columns)]
+    return Table("Output error", header, rows, is_text=True)

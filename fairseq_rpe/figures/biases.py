@@ -41,6 +41,7 @@ _COLUMNS = 4
 _MIN_WEIGHT = 1e-4  # smaller weights are drawn as this: their colours could not be distinguished
 _MIN_BIAS = -12.0  # nats below the largest value of a profile; exp(-12) = 6e-6 is negligible attention
 _MIN_ERROR = 1e-18  # nats; smaller errors, 0 among them, are drawn as this
+_MAP_COLUMNS = 40  # log-spaced steps of distance in a heat map
 _BAR_WIDTH = 0.14  # largest width of a colour bar in inches
 _HEADS_MAP, _TIME_MAP = "viridis", "plasma"
 
@@ -161,7 +162,7 @@ def _draw_weight_map(values: Mapping[str, Tensor], title: str) -> Figure:
 
 def _log_spaced(n: int) -> list[int]:
     """Return whole numbers from 1 to n, about evenly spaced on a logarithmic scale."""
-    return sorted({round(n ** (k / 40)) for k in range(41)})
+    return sorted({round(n ** (k / _MAP_COLUMNS)) for k in range(_MAP_COLUMNS + 1)})
 
 
 def draw_query_biases(biases: Mapping[int, Tensor], name: str, layers: Sequence[int] = ()) -> Figure:
@@ -198,7 +199,7 @@ def draw_bias_over_training(
 
     Args:
         values: title of a panel, such as "layer 0, head 1" -> (len(steps), len(distances)) log-bias.
-        distances: in tokens.
+        distances: distances i - j in tokens, increasing.
         steps: numbers of updates, increasing.
         name: name of the encoding.
     """

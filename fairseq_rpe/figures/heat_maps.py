@@ -49,7 +49,7 @@ def draw_map(
     """Draw the values of each method as a row of coloured cells; missing values are grey.
 
     Args:
-        axes: panel.
+        axes: panel that is drawn into.
         rows: method -> x -> value; the x may differ between methods.
         norm: normalisation of the colours.
         title: title of the panel.

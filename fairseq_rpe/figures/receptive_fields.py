@@ -13,7 +13,7 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from torch import Tensor
 
 from fairseq_rpe.analysis.bias_snapshots import spread_heads
-from fairseq_rpe.analysis.empirical_receptive_field import log_spaced, quantised_curve
+from fairseq_rpe.analysis.empirical_receptive_field import log_spaced_distances, quantised_curve
 from fairseq_rpe.figures.heat_maps import (
     Rows,
     add_colour_bar,
@@ -111,7 +111,7 @@ class AttentionMass:
     """Attention of a model by distance.
 
     Attributes:
-        label: name of the model.
+        label: name of the model in the legend.
         train_length: training length in tokens.
         mass: (layers, heads, length) mean attention by distance.
         bias_mass: the same of its bias alone; None without a bias.
@@ -141,13 +141,14 @@ def draw_empirical(models: Sequence[AttentionMass], epsilons: Sequence[float]) -
         epsilons: values of ε, drawn as horizontal lines.
     """
     length = models[0].mass.shape[-1]
-    distances = log_spaced(length - 1)
+    distances = log_spaced_distances(length - 1)
     keys = [d + 1 for d in distances]
 
     def left_out(mass: Tensor) -> Curve:
         return keys, (1 - mass.mean(0).cumsum(-1))[:, distances].clamp_min(0)
 
     if exceeds_line_limit([model.label for model in models]):
+        # a heat map has fewer distances than a curve: about 40 log-spaced ones
         spaced = [n - 1 for n in sorted({round((length - 1) ** (k / 40)) for k in range(41)})]
 
         def at_keys(mass: Tensor) -> Curve:
@@ -240,7 +241,7 @@ class TruncationErrors:
     """Output error δ(i, j) of truncated attention of a model, and its bound.
 
     Attributes:
-        label: name of the model.
+        label: name of the model in the legend.
         train_length: training length in tokens.
         length: length of the evaluated blocks in tokens.
         keys: J numbers j of nearest keys.
@@ -263,6 +264,24 @@ _DELTA = (
 )
 
 
+def _truncation_maps(
+    models: Sequence[TruncationErrors], layers: Sequence[int], rows: int, columns: int, heading: str
+) -> Figure:
+    """Draw δ of many models as heat maps, a panel for each layer."""
+    top = max(float(model.delta.max()) for model in models)
+    norm = LogNorm(1e-3 * top, top) if top > 0 else Normalize(0, 1)
+    figure, all_axes = map_panels(rows, columns, len(models))
+    for axes, layer in zip(all_axes, layers, strict=False):
+        points = {model.label: _points(model.keys, model.delta[layer].clamp_min(0)) for model in models}
+        scale = draw_map(axes, points, norm, f"layer {layer}")
+        axes.set_xlabel("nearest keys j (tokens)")
+    for axes in all_axes[len(layers) :]:
+        axes.set_visible(False)
+    set_figure_title(figure, heading, TICK)
+    add_colour_bar(figure, all_axes, scale, "δ(i, j), largest of any head and query", extend="min")
+    return figure
+
+
 def draw_truncation_errors(models: Sequence[TruncationErrors]) -> Figure:
     """Draw δ against j, a panel for each of up to four layers: measured lines, and the bounds as pale bands.
 
@@ -274,17 +293,7 @@ def draw_truncation_errors(models: Sequence[TruncationErrors]) -> Figure:
     rows = -(-len(chosen) // columns)
     heading = f"blocks of {models[0].length} tokens; {_DELTA}"
     if exceeds_line_limit([model.label for model in models]):
-        maps = [{m.label: _points(m.keys, m.delta[layer].clamp_min(0)) for m in models} for layer in chosen]
-        top = max(float(model.delta.max()) for model in models)
-        figure, all_axes = map_panels(rows, columns, len(models))
-        for axes, layer, points in zip(all_axes, chosen, maps, strict=False):
-            scale = draw_map(axes, points, LogNorm(1e-3 * top, top) if top > 0 else Normalize(0, 1), f"layer {layer}")
-            axes.set_xlabel("nearest keys j (tokens)")
-        for axes in all_axes[len(chosen) :]:
-            axes.set_visible(False)
-        set_figure_title(figure, heading, TICK)
-        add_colour_bar(figure, all_axes, scale, "δ(i, j), largest of any head and query", extend="min")
-        return figure
+        return _truncation_maps(models, chosen, rows, columns, heading)
     size = (PAGE if columns == 2 else COLUMN, 1.2 + 2.3 * rows)
     figure, all_axes = panels(rows, columns, size, sharex=True, sharey=True)
     looks = assign_looks([model.label for model in models])

@@ -64,7 +64,13 @@ _chosen: ContextVar[float | None] = ContextVar("figure_width", default=None)
 
 
 class Look(NamedTuple):
-    """A matplotlib colour, marker and line style."""
+    """The look of a line and its points.
+
+    Attributes:
+        colour: colour of :data:`PALETTE`.
+        marker: marker of matplotlib.
+        dashes: line style of matplotlib.
+    """
 
     colour: str
     marker: str
@@ -121,7 +127,7 @@ def panel_columns(count: int, most: int, narrowest: float = 2.4) -> int:
     """Return how many of ``count`` panels are side by side.
 
     Args:
-        count: number of panels.
+        count: number of panels of the figure.
         most: largest number side by side.
         narrowest: smallest width of a panel in inches, at a chosen width.
     """
@@ -137,8 +143,8 @@ def panels(
     Tick labels have no offset such as "+1".
 
     Args:
-        rows: number of rows.
-        columns: number of columns.
+        rows: number of rows of panels.
+        columns: number of columns of panels.
         size: width and height in inches; a chosen width (:func:`figures_at_width`) replaces the width.
         grid: whether panels have a pale grid.
         shared: ``sharex`` and ``sharey`` of matplotlib's ``subplots``.
@@ -246,8 +252,8 @@ def set_decade_axis(axes: Axes, along: str = "y", narrow: bool = False) -> None:
     """Make an axis logarithmic, with plain numbers at 1, 2 and 5 times each power of ten.
 
     Args:
-        axes: panel.
-        along: x or y.
+        axes: panel whose axis is set.
+        along: axis to set, ``x`` or ``y``.
         narrow: whether the axis spans little more than one power of ten, and has more numbers.
     """
     axes.set(**{f"{along}scale": "log"})
@@ -278,7 +284,14 @@ def add_legend_of(figure: Figure, axes: Axes, ncols: int = 3) -> None:
 
 
 class LineEnd(NamedTuple):
-    """The end of a line: its label, the last point in data coordinates, and its colour."""
+    """The end of a line, which gets a label.
+
+    Attributes:
+        name: text of the label.
+        x: x of the last point, in data coordinates.
+        y: y of the last point, in data coordinates.
+        colour: colour of the line.
+    """
 
     name: str
     x: float
@@ -293,7 +306,7 @@ def label_line_ends(figure: Figure, ends: Mapping[Axes, Sequence[LineEnd]]) -> N
     changes of heights or limits of the panels move the ends but not the labels.
 
     Args:
-        figure: figure.
+        figure: figure that has all the panels.
         ends: panel -> ends of its lines.
     """
     fit_texts(figure)
@@ -337,7 +350,7 @@ def spread_labels(heights: Sequence[float], spacing: float) -> list[float]:
 
     Args:
         heights: increasing preferred heights.
-        spacing: smallest difference.
+        spacing: smallest difference of neighbours, in the unit of ``heights``.
 
     >>> spread_labels([0.5, 0.5, 1.0], 0.25)
     [0.375, 0.625, 1.0]
@@ -363,9 +376,9 @@ def save(figure: Figure, *paths: Path, dpi: int = 160) -> None:
     PDFs embed fonts as TrueType (type 42): submission systems of conferences refuse matplotlib's default, type 3.
 
     Args:
-        figure: figure.
-        paths: output files.
-        dpi: resolution of bitmaps.
+        figure: finished figure.
+        paths: output files; their suffixes are formats of matplotlib.
+        dpi: resolution of bitmaps in dots per inch.
     """
     fit_texts(figure)
     for path in paths:

@@ -15,6 +15,7 @@ from fairseq_rpe.figures.style import (
     NAME,
     PAGE,
     TICK,
+    Look,
     add_legend,
     assign_looks,
     figure_width,
@@ -40,8 +41,8 @@ def draw_attention_timing(timings: Sequence[Timing], about: str) -> Figure:
     """Draw times of attention: a panel for each encoding, a line for each backend, a row for each step.
 
     Args:
-        timings: timings of attention.
-        about: title of the figure.
+        timings: timings of forward and training steps of attention.
+        about: machine and setting, the title of the figure.
     """
     rows: dict[str, dict[tuple[str, str], dict[str, list[tuple[int, float]]]]] = {}
     encodings = list(dict.fromkeys(t.encoding for t in timings if t.encoding != BASELINE))
@@ -61,7 +62,7 @@ def draw_model_timing(timings: Sequence[Timing], about: str) -> Figure:
 
     Args:
         timings: timings of models; with several backends, labels have their names too.
-        about: title of the figure.
+        about: machine and setting, the title of the figure.
     """
     lengths = list(dict.fromkeys(t.length for t in timings))
     several = len({t.backend for t in timings}) > 1
@@ -98,7 +99,7 @@ def draw_side_by_side(
         rows: name of a row -> (title of a panel, key of ``colours``) -> backend -> (length in tokens, multiple). Each
             backend has the same line and marker in all panels.
         colours: key -> colour.
-        about: title of the figure.
+        about: machine and setting, the title of the figure.
     """
     titles = list(dict.fromkeys(title for panel in rows.values() for title in panel)) or [("nothing was timed", "")]
     backends = list(dict.fromkeys(name for panel in rows.values() for lines in panel.values() for name in lines))
@@ -134,7 +135,15 @@ def draw_side_by_side(
 
 
 class WindowTiming(NamedTuple):
-    """Evaluation of an ``encoding`` with a ``mode`` and ``window`` in tokens: perplexity per token, relative time."""
+    """One evaluation of a model with windows.
+
+    Attributes:
+        encoding: label of the encoding.
+        mode: how the windows overlap.
+        window: window in tokens.
+        ppl: perplexity per token.
+        relative: time relative to windows that do not overlap.
+    """
 
     encoding: str
     mode: str
@@ -144,7 +153,14 @@ class WindowTiming(NamedTuple):
 
 
 class WindowMean(NamedTuple):
-    """Mean perplexity per token without overlap of one ``encoding``, over windows of ``first`` to ``last`` tokens."""
+    """Mean perplexity over windows of several lengths, which do not overlap.
+
+    Attributes:
+        encoding: label of the encoding.
+        ppl: mean perplexity per token.
+        first: shortest window in tokens.
+        last: longest window in tokens.
+    """
 
     encoding: str
     ppl: float
@@ -165,7 +181,7 @@ def draw_window_timing(
     Extrapolation" (arXiv 2307.10156), Fig. 1.
 
     Args:
-        rows: measurements.
+        rows: perplexity and relative time of each encoding, mode and window.
         stride: stride in tokens of the modes after the first.
         published: published relative time, drawn as a line.
         trained: training lengths in tokens, which are marked.
@@ -178,6 +194,7 @@ def draw_window_timing(
     windows = sorted({row.window for row in rows})
     columns = panel_columns(2, 2)
     figure, (left, right) = panels(2 // columns, columns, (PAGE, 3.4 if columns == 2 else 5.6))
+    # the time of the first mode is the unit of the right panel
     for axes, column, drawn in ((left, "ppl", list(modes)), (right, "relative", list(modes)[1:])):
         for length in trained:
             mark_training(axes, length, named=axes is left)
@@ -203,6 +220,14 @@ def draw_window_timing(
     }
     alignment: dict[str, Any] = {"horizontalalignment": "right", "verticalalignment": "top", "fontsize": TICK}
     right.annotate(f"published: {published}", (0.98, published), **placement, **alignment, color="0.35")
+    add_legend(figure, handles=_window_handles(looks, modes, stride, means), ncols=4)
+    return figure
+
+
+def _window_handles(
+    looks: Mapping[str, Look], modes: Mapping[str, Any], stride: int, means: Sequence[WindowMean]
+) -> list[Line2D]:
+    """Return the entries of the legend: markers of encodings, line styles of modes, and mean perplexities."""
     handles = [Line2D([], [], **look.plot_options() | {"linestyle": ""}, label=label) for label, look in looks.items()]
     for number, (mode, dashes) in enumerate(modes.items()):
         name = f"{mode}, stride {stride}" if number else mode
@@ -211,8 +236,7 @@ def draw_window_timing(
         windows = f"{mean.first} to {mean.last}" if mean.first < mean.last else str(mean.first)
         name = f"{mean.encoding}, {next(iter(modes))}: mean of windows {windows}"
         handles.append(Line2D([], [], color=looks[mean.encoding].colour, linewidth=1, linestyle=_MEAN, label=name))
-    add_legend(figure, handles=handles, ncols=4)
-    return figure
+    return handles
 
 
 def _window_maps(rows: Sequence[WindowTiming], first: str, stride: int) -> Figure:

@@ -39,8 +39,9 @@ from fairseq_rpe.figures.style import (
 )
 
 _MAX_MARKERS = 24  # points of a curve up to which each has a marker
-_SKEWS = {"none": ("identity", PALETTE[6]), "sqrt": ("tail, sqrt", PALETTE[0]), "beta": ("tail, beta", PALETTE[1])}
-_TESTS = {1: PALETTE[6], 2: PALETTE[2], 4: PALETTE[3]}
+_SKEW_LABELS = {"none": "identity", "sqrt": "tail, sqrt", "beta": "tail, beta"}
+_SKEW_COLOURS = {"none": PALETTE[6], "sqrt": PALETTE[0], "beta": PALETTE[1]}
+_TEST_COLOURS = {1: PALETTE[6], 2: PALETTE[2], 4: PALETTE[3]}  # by test length / training length
 
 
 def draw_length_curves(setting: WarpSetting, data: Sequence[LengthCurves]) -> Figure:
@@ -96,7 +97,7 @@ def make_skew_drawer(name: str, title: str, inflection: float | None = None) -> 
     """Return a function that draws the paper's Figure 4 or B: f of tail warping and the identity.
 
     Args:
-        name: name of the skew.
+        name: name of the skew, a key of ``fairseq_rpe.positions.SKEWS``.
         title: label of its line.
         inflection: where f turns from convex to concave, if it does.
     """
@@ -104,17 +105,13 @@ def make_skew_drawer(name: str, title: str, inflection: float | None = None) -> 
     def draw(setting: WarpSetting, data: Curve) -> Figure:
         figure, (axes,) = panels(1, 1, (figure_width(), min(5.0, figure_width() + 0.2)))
         x, y = data
-        _plot(axes, x, x, "no warp", _SKEWS["none"][1], linestyle=DASHES[1])
-        _plot(axes, x, y, title, _SKEWS[name][1], linewidth=2.0)
+        _plot(axes, x, x, "no warp", _SKEW_COLOURS["none"], linestyle=DASHES[1])
+        _plot(axes, x, y, title, _SKEW_COLOURS[name], linewidth=2.0)
         if inflection is not None:
             index = int((x - inflection).abs().argmin())
-            mark = {"color": _SKEWS[name][1], "marker": "o", "markersize": 6, "linestyle": "none"}
-            axes.plot(
-                x[index : index + 1],
-                y[index : index + 1],
-                **mark,
-                label=f"convex up to {inflection:g}, concave from there",
-            )
+            mark = {"color": _SKEW_COLOURS[name], "marker": "o", "markersize": 6, "linestyle": "none"}
+            label = f"convex up to {inflection:g}, concave from there"
+            axes.plot(x[index : index + 1], y[index : index + 1], **mark, label=label)
         axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="index over length, $j/l$", ylabel="$f(j/l)$")
         axes.set_box_aspect(1)
         set_title(axes, "The skew of tail warping")
@@ -147,9 +144,9 @@ def draw_sensitivity_curves(setting: WarpSetting, data: Sequence[SensitivityCurv
     figure, (left, right) = panels(2 // columns, columns, (PAGE, 3.4 if columns == 2 else 5.4))
     averaged = [(curves.times, curves.single) for curves in data if curves.single]
     for times, curve in averaged:
-        _plot(left, *curve, "_", _TESTS[times], linewidth=0.5, alpha=0.35)
+        _plot(left, *curve, "_", _TEST_COLOURS[times], linewidth=0.5, alpha=0.35)
     for curves in data:
-        _plot(left, *curves.size, _test(setting, curves.times), _TESTS[curves.times])
+        _plot(left, *curves.size, _test_label(setting, curves.times), _TEST_COLOURS[curves.times])
         _plot_from_the_end(right, setting, curves.times, curves.tail)
     seen = torch.cat([curves.size[1] for curves in data])
     left.set(xscale="log", yscale="log", ylim=(seen[seen > 0].min().item() / 5, seen.max().item() * 3))
@@ -171,7 +168,7 @@ def draw_tail_curves(setting: WarpSetting, data: Sequence[TailCurves]) -> Figure
         for times, y in curves.by_times.items():
             _plot_from_the_end(axes, setting, times, y, linewidth=1.6 if times == 1 else 1.2)
         sums = ", ".join(f"{value:.3g} at {t}×" for value, t in zip(curves.sums, TIMES, strict=True))
-        set_title(axes, f"{_SKEWS[curves.skew][0]}: total difference (c = {setting.tail_length}) {sums}")
+        set_title(axes, f"{_SKEW_LABELS[curves.skew]}: total difference (c = {setting.tail_length}) {sums}")
     _counted_from_the_end(rows[-1])
     figure.supylabel(f"sensitivity of {setting.unit}, per token", fontsize=NAME)
     add_legend_of(figure, rows[0])
@@ -184,7 +181,7 @@ def draw_warped_positions(setting: WarpSetting, data: Mapping[str, Tensor]) -> F
     figure, (axes,) = panels(1, 1, (figure_width(), min(5.2, figure_width() + 0.4)))
     j = torch.arange(length + 1, dtype=torch.float64)
     for skew, p in data.items():
-        _plot(axes, j, p, *_SKEWS[skew])
+        _plot(axes, j, p, _SKEW_LABELS[skew], _SKEW_COLOURS[skew])
     for factor, colour, style in zip((2, 4, 6, 8), PALETTE[2:], (*DASHES[1:], DASHES[1]), strict=False):
         _plot(axes, j, j / factor, f"head, α = 1/{factor}", colour, linestyle=style)
     set_title(axes, f"Warped positions, training length {length}")
@@ -201,7 +198,7 @@ def draw_total_differences(setting: WarpSetting, data: Sequence[TotalDifferences
     figure, all_axes = panels(lines, columns, (PAGE, 3.6 if lines == 1 else 2.7 * lines), sharey=True)
     for axes, curves in zip(all_axes, data, strict=True):
         for skew, sums in curves.sums.items():
-            name, colour = _SKEWS[skew]
+            name, colour = _SKEW_LABELS[skew], _SKEW_COLOURS[skew]
             _plot(axes, curves.times, sums, name, colour)
             dots = {"marker": "o", "markersize": 7, "markerfacecolor": "white", "markeredgewidth": 1.6}
             look = {**dots, "linestyle": "none", "markeredgecolor": colour}
@@ -234,6 +231,7 @@ FIGURES: dict[str, tuple[Callable[[WarpSetting], Any], Callable[[WarpSetting, An
 
 
 def _lower_bound(axes: Axes, distances: Tensor, named: bool = True) -> None:
+    """Draw e^-1 as a line, below which exp(raw attention) of RoPE cannot fall."""
     axes.axhline(math.exp(-1), color="0.35", linestyle=(0, (1, 1.5)), linewidth=1.2)
     position = (distances.max().item() / 1.2, math.exp(-1) - 0.03)
     look = {"fontsize": TICK, "color": "0.25", "horizontalalignment": "right", "verticalalignment": "top"}
@@ -241,7 +239,8 @@ def _lower_bound(axes: Axes, distances: Tensor, named: bool = True) -> None:
         axes.text(*position, "$e^{-1}$, RoPE's lower bound", **look)
 
 
-def _test(setting: WarpSetting, times: int) -> str:
+def _test_label(setting: WarpSetting, times: int) -> str:
+    """Return the legend entry of a test at ``times`` the training length."""
     tokens = f"{times * setting.train_length} tokens"
     return f"training, {tokens}" if times == 1 else f"interpolated, {times}× ({tokens})"
 
@@ -252,11 +251,13 @@ def _plot(axes: Axes, x: Tensor, y: Tensor, label: str, colour: str, **look: Any
 
 
 def _plot_from_the_end(axes: Axes, setting: WarpSetting, times: int, y: Tensor, **look: Any) -> None:
-    _plot(axes, torch.arange(len(y) - 1, -1, -1), y, _test(setting, times), _TESTS[times], **look)
+    """Draw values of the last tokens against the number of tokens after each."""
+    _plot(axes, torch.arange(len(y) - 1, -1, -1), y, _test_label(setting, times), _TEST_COLOURS[times], **look)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
 
 
 def _counted_from_the_end(axes: Axes) -> None:
+    """Reverse the x axis, so that the last token is at the right."""
     low, high = axes.dataLim.intervalx
     axes.set_xlim(high + 0.01 * (high - low), low - 0.01 * (high - low))
     axes.set_xlabel("tokens before the last one")

@@ -24,9 +24,10 @@ class TransformedPositions:
 
     Attributes:
         k: (B or 1, m) positions, in the dtype and on the device of the index.
-        step: differences between positions of real tokens of a row are multiples of it; None if spacing is arbitrary.
-        contiguous: real tokens one index apart are exactly ``step`` apart. The caller checks whether *columns* are one
-            index apart, that is, whether there is no padding inside a row.
+        step: number of which all differences between positions of real tokens of a row are multiples; None if the
+            spacing is arbitrary.
+        contiguous: whether real tokens one index apart are exactly ``step`` apart. Neighbouring columns need not be one
+            index apart, since a row may have padding inside; the caller checks that.
     """
 
     k: Tensor
@@ -42,11 +43,12 @@ class Transform:
         train_length: training length in tokens, or None if unknown.
 
     Attributes:
-        formula: the transform in one line.
-        paper: reference in one line.
-        random: positions are drawn at random.
-        fractional: positions may be fractions.
-        length_invariant: a token keeps its position when its row gets longer. False, the default, is always correct.
+        formula: mathematical formula of the transform, in one line.
+        paper: authors, year and arXiv number of the paper, in one line.
+        random: whether positions are drawn at random.
+        fractional: whether positions may be fractions.
+        length_invariant: whether a token keeps its position when its row gets longer. False, the default, is always
+            correct.
         evaluation: spec of the transform for evaluation of a model trained with this one, unless the user names one.
         max_length: length in tokens of the longest row that has positions, set by ``setup``; None for no limit.
     """
@@ -95,6 +97,7 @@ class Transform:
 
 
 def _check(index: Any, lengths: Any, generator: Any) -> None:
+    """Check the arguments of ``Transform.__call__``."""
     if not isinstance(index, Tensor) or index.dim() != 2 or index.dtype not in (torch.float32, torch.float64):
         raise UserError(f"index must be a float32 or float64 tensor (batch or 1, tokens), not {_kind(index)}")
     if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype != torch.int64 or not len(lengths):
@@ -113,6 +116,7 @@ def _check_generator(generator: Any) -> None:
 
 
 def _kind(x: Any) -> str:
+    """Describe a value for a message."""
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else describe_value(x)
 
 
@@ -121,11 +125,11 @@ register = registry.register
 
 
 class FrozenPositions(Transform):
-    """Positions from a table (1 or B, n), as made by :func:`freeze`; not registered.
+    """Positions from a table, which :func:`freeze` and :func:`freeze_rows` create; not registered.
 
     Args:
-        positions: the table, one row for all rows or one for each.
-        fractional: the table has fractions.
+        positions: table of positions (B, n), or (1, n) for all rows of a batch.
+        fractional: whether the table has fractions.
     """
 
     length_invariant = True
@@ -176,9 +180,10 @@ def freeze(transform: Transform, length: int, generator: torch.Generator | None 
 
 
 def freeze_rows(transform: Transform, lengths: Sequence[int], generators: Sequence[torch.Generator]) -> Transform:
-    """Return :func:`freeze` for several rows, each drawn with its own generator.
+    """Return a transform with fixed positions for several rows, as :func:`freeze` does for one.
 
-    The positions of a row depend only on its length and generator, not on other rows or padding.
+    Each row is drawn with its own generator. The positions of a row depend only on its length and its generator, not on
+    other rows or padding.
 
     Args:
         transform: any transform.
@@ -192,12 +197,12 @@ def freeze_rows(transform: Transform, lengths: Sequence[int], generators: Sequen
         raise UserError(f"{len(lengths)} lengths and {len(generators)} generators: pass one of each for every row")
     for length in lengths:
         check_count("length", length, 0)
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    # the longest row comes first, so that a refusal names its length
+    longest = max(range(len(lengths)), key=lengths.__getitem__)  # index of the longest row
+    # its positions are computed first, so that a refusal names its length
     longest_row = _positions_of_full_row(transform, lengths[longest], generators[longest])
     inputs = zip(lengths, generators, strict=True)
     rows = [longest_row if i == longest else _positions_of_full_row(transform, *args) for i, args in enumerate(inputs)]
-    table = torch.zeros(len(rows), max(lengths), dtype=torch.float64)
+    table = torch.zeros(len(rows), max(lengths), dtype=torch.float64)  # 0 after the end of a shorter row
     for table_row, row in zip(table, rows, strict=True):
         table_row[: row.k.shape[1]] = row.k[0]
     steps = {row.step for row in rows}
@@ -246,8 +251,8 @@ def check_row_length(lengths: Tensor, limit: int, name: str, key: str, unit: int
 def draw_below(limits: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw uniformly from 0 … limit-1 for each of ``limits`` (int64, >= 1); same shape, on the CPU."""
     limits = limits.cpu()
-    u = torch.rand(limits.shape, dtype=torch.float64, generator=generator)
-    return (u * limits).long().minimum(limits - 1)
+    uniform = torch.rand(limits.shape, dtype=torch.float64, generator=generator)
+    return (uniform * limits).long().minimum(limits - 1)  # the product may round up to limit
 
 
 def draw_subset(size: int, limit: int, generator: torch.Generator | None) -> Tensor:

@@ -20,7 +20,7 @@ from fairseq_rpe.core.contract import (
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.positions.base import Transform, TransformedPositions
 
-TOKENS = 11
+TOKENS = 11  # of the longest row of a sample
 _OTHER_NAMES = (
     "setup",
     "Config",
@@ -32,6 +32,7 @@ _OTHER_NAMES = (
     "evaluation",
     "max_length",
 )
+# by class: the options and training lengths for which it has passed the check
 _checked: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -39,8 +40,8 @@ def check_contract(transform: Transform) -> None:
     """Check what a user's transform returns, once per process for each class and its options.
 
     The check covers misspelt names of ``transform``; shape, dtype and values of positions; whether ``step``,
-    ``contiguous``, ``fractional``, ``length_invariant`` and ``random`` describe them correctly; and whether random ones
-    depend on the generator only. Random states are not changed.
+    ``contiguous``, ``fractional``, ``length_invariant`` and ``random`` describe the positions correctly; and whether
+    random positions depend on the generator only. Random states are not changed.
 
     Args:
         transform: any transform; those of this package are skipped.
@@ -64,7 +65,7 @@ def check(transform: Transform) -> None:
         transform: any transform.
 
     Raises:
-        ContractError: as :func:`check_contract`.
+        ContractError: names class and method, the returned and the expected value, and the author's file and line.
     """
     cls = type(transform)
     if not is_shipped(cls):
@@ -76,11 +77,16 @@ def check(transform: Transform) -> None:
 
 
 class _Declined(Exception):
-    """The transform refuses these rows by its own UserError."""
+    """The transform refuses these rows by a UserError, which is no fault of it: users will see that error."""
 
 
 def _call(transform: Transform, index: Tensor, lengths: Tensor, seed: int = 1) -> TransformedPositions:
-    """Call the transform and check type, shape and dtype of the result."""
+    """Call the transform, and check type, shape and dtype of its result.
+
+    Raises:
+        _Declined: the transform raises a UserError.
+        ContractError: the transform raises another error, changes the index, or returns something else.
+    """
     cls = type(transform)
     generator = torch.Generator().manual_seed(seed) if transform.random else None
     before = index.clone()
@@ -104,6 +110,7 @@ def _call(transform: Transform, index: Tensor, lengths: Tensor, seed: int = 1) -
 
 
 def _check_positions(transform: Transform, dtype: torch.dtype) -> None:
+    """Check the positions of two rows of different lengths, whose index is shared or given for each row."""
     cls, n = type(transform), TOKENS
     if transform.max_length is not None:
         n = max(1, min(n, transform.max_length))
@@ -122,12 +129,19 @@ def _check_positions(transform: Transform, dtype: torch.dtype) -> None:
                 cls, "transform", f"returned other positions when called again: {how}, and keep no state"
             )
     if transform.length_invariant and n > 1:
-        short = _call(transform, torch.arange(n // 2, dtype=dtype)[None], torch.tensor([n // 2]))
-        full = _call(transform, torch.arange(n, dtype=dtype)[None], torch.tensor([n]))
-        if not torch.equal(short.k[0], full.k[0, : n // 2]):
-            raise_contract_error(
-                cls, "transform", "returned other positions when the row got longer: set length_invariant = False"
-            )
+        _check_length_invariance(transform, n, dtype)
+
+
+def _check_length_invariance(transform: Transform, n: int, dtype: torch.dtype) -> None:
+    """Refuse a transform that moves the tokens of n // 2 when their row grows to n tokens."""
+    short = _call(transform, torch.arange(n // 2, dtype=dtype)[None], torch.tensor([n // 2]))
+    full = _call(transform, torch.arange(n, dtype=dtype)[None], torch.tensor([n]))
+    if not torch.equal(short.k[0], full.k[0, : n // 2]):
+        raise_contract_error(
+            type(transform),
+            "transform",
+            "returned other positions when the row got longer: set length_invariant = False",
+        )
 
 
 def _check_spacing(cls: type, positions: TransformedPositions, lengths: Tensor) -> None:

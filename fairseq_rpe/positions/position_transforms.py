@@ -99,7 +99,7 @@ def check_transforms(transforms: PositionTransforms, encoding: Encoding, spec: s
     """Check that an encoding can follow the position transforms of a model.
 
     Args:
-        transforms: the transforms of training and evaluation.
+        transforms: transforms of a model, one for training and one for evaluation, either of which may be missing.
         encoding: encoding of the model, built from ``spec``.
         spec: name and options of the encoding, for the message.
 

@@ -98,10 +98,12 @@ class Warp(Transform):
                 f"{self.tail_length}: use length=row"
             )
         rows = len(lengths)
-        u = torch.rand(rows, dtype=torch.float64, generator=generator)
+        # decides the warping of each row: head below ``head``, tail from 1 - ``tail`` on, none between them
+        draw = torch.rand(rows, dtype=torch.float64, generator=generator)
         alpha = self.alphas[torch.randint(len(self.alphas), (rows,), generator=generator)]
-        tail = u >= 1 - self.config.tail
-        scale = torch.where(u < self.config.head, alpha, 1.0).masked_fill(tail, 1.0)
+        tail = draw >= 1 - self.config.tail  # (B,)
+        scale = torch.where(draw < self.config.head, alpha, 1.0).masked_fill(tail, 1.0)  # (B,)
+        # all rows are scaled alike, often by 1: positions stay evenly spaced, which attention computes fastest
         if not tail.any() and (scale == scale[0]).all():
             step = scale[0].item()
             return TransformedPositions(index if step == 1 else index * step, step, True)
@@ -109,9 +111,13 @@ class Warp(Transform):
         positions = at * scale.to(at)[:, None]
         if tail.any():
             tail_rows = tail.nonzero()[:, 0].to(at.device)
-            if self.tail_length is not None:
-                lengths = torch.full_like(lengths, self.tail_length)
-            # float64: near 0 the CDF is a small difference of numbers near 1
-            ends = lengths.to(at.device)[tail_rows].clamp_min(1).double()[:, None]
-            positions[tail_rows] = (ends * SKEWS[self.config.skew](at[tail_rows].double() / ends)).to(at.dtype)
+            positions[tail_rows] = self._warp_tail(at[tail_rows], lengths.to(at.device)[tail_rows])
         return TransformedPositions(positions, None, False)
+
+    def _warp_tail(self, at: Tensor, lengths: Tensor) -> Tensor:
+        """Return the tail-warped positions l·f(j/l) of indices ``at`` (B', m) in rows of ``lengths`` (B',) tokens."""
+        if self.tail_length is not None:
+            lengths = torch.full_like(lengths, self.tail_length)
+        # float64: near 0 the CDF is a small difference of numbers near 1
+        ends = lengths.clamp_min(1).double()[:, None]  # l, (B', 1)
+        return (ends * SKEWS[self.config.skew](at.double() / ends)).to(at.dtype)

@@ -19,9 +19,9 @@ from fairseq_rpe.core.spec import did_you_mean
 from fairseq_rpe.data.documents import SourceFile, find_source_files
 from fairseq_rpe.data.download import download_file, resolve_source
 from fairseq_rpe.questions.dataset import Question, check_question
-from fairseq_rpe.questions.readers.passages import multirc, record
-from fairseq_rpe.questions.readers.scrolls import scrolls
-from fairseq_rpe.questions.readers.sentences import copa, labelled, mrpc, stsb, wsc
+from fairseq_rpe.questions.readers.passages import read_multirc, read_record_set
+from fairseq_rpe.questions.readers.scrolls import read_scrolls
+from fairseq_rpe.questions.readers.sentences import read_copa, read_labelled, read_mrpc, read_stsb, read_wsc
 from fairseq_rpe.questions.readers.tables import Example, MissingLabel, ReaderSpec, TsvFormat
 from fairseq_rpe.utils import records
 from fairseq_rpe.utils.files import PACKAGE_DIR
@@ -31,14 +31,14 @@ FOLDER = PACKAGE_DIR / "questions/sets"
 SPLITS = ("train", "valid")  # the splits whose answers are public
 # Readers by the format of the rows: the ``reader`` of a description.
 _READERS: dict[str, Callable[[Sequence[SourceFile], ReaderSpec], Iterator[Example]]] = {
-    "cause_or_effect": copa,
-    "labelled": labelled,
-    "marked": wsc,
-    "multirc": multirc,
-    "paraphrases": mrpc,
-    "record": record,
-    "scored": stsb,
-    "scrolls": scrolls,
+    "cause_or_effect": read_copa,
+    "labelled": read_labelled,
+    "marked": read_wsc,
+    "multirc": read_multirc,
+    "paraphrases": read_mrpc,
+    "record": read_record_set,
+    "scored": read_stsb,
+    "scrolls": read_scrolls,
 }
 
 
@@ -89,15 +89,15 @@ class Benchmark:
     """A benchmark set with training and validation split; the answers of test splits are not public.
 
     Attributes:
-        name: Name of the set.
-        title: Description of the set.
-        paper: Where it was published.
+        name: Name of the set on the command line.
+        title: Description of the set in one line, for tables.
+        paper: Authors, year and arXiv number of its paper.
         suite: Collection of sets that it belongs to.
         reader: Format of its rows; a key of ``_READERS``.
-        template: What a model reads.
-        places: Where its files are.
+        template: Text that a model reads, with the fields of an example filled in.
+        places: Files of the set, on the hub and as the authors ship them.
         counts: Number of examples of each split, as shipped.
-        metrics: The official metrics.
+        metrics: Names of its official metrics.
         published: The metric that the FIRE paper (arXiv 2310.04418) reports.
         answer_tokens: Most tokens of an answer, the end symbol included.
         choices: All answers of a classification, in the order of the hub's labels.
@@ -276,7 +276,7 @@ def load_benchmark(name: str) -> Benchmark:
     """Load a benchmark set by its name.
 
     Raises:
-        UserError: There is no such set.
+        UserError: The package has no set of that name.
     """
     if name not in benchmark_names():
         raise UserError(

@@ -37,7 +37,8 @@ from fairseq_rpe.questions.dataset import (
 )
 from fairseq_rpe.questions.metrics import AnsweredQuestion
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import check_output_folder, open_input, sha256_of_files
+from fairseq_rpe.utils.files import open_input, sha256_of_files
+from fairseq_rpe.utils.output_checks import check_output_folder
 from fairseq_rpe.utils.progress import Progress
 from fairseq_rpe.utils.records import TextTuple
 from fairseq_rpe.utils.table import Cell, Table, TableRow
@@ -55,7 +56,7 @@ class PendingQuestion:
     """A question to be stored.
 
     Attributes:
-        question: The question.
+        question: Question as it will be read by a model.
         source: Returns its file and line, for messages.
         guesses: Answers of simple strategies, by the name of the strategy.
     """
@@ -70,13 +71,13 @@ class PendingSet:
     """A set of questions to be stored.
 
     Attributes:
-        name: Name of the set.
+        name: Name of the set, unique in the folder.
         suite: See :class:`~fairseq_rpe.questions.dataset.SetInfo`, also for the next three.
         metrics: Names of all its metrics.
-        published: The main metric.
+        published: Name of the metric that papers report.
         answer_tokens: Most tokens of an answer, the end symbol included.
         splits: Yields the questions, by split; each is called once.
-        title: Description of the set.
+        title: Description of the set in one line, for tables.
         whole_answers: Refuse answers of more than ``answer_tokens`` tokens, instead of counting them.
     """
 
@@ -102,8 +103,8 @@ def write_dataset(
     """Write a prepared folder of questions, unless it exists and is up to date.
 
     Args:
-        out: The folder.
-        sets: Its sets.
+        out: Output folder, which becomes a prepared folder of questions.
+        sets: Sets of the folder, with functions that read their questions.
         vocab_from: Prepared corpus whose tokenizer and dictionary are used.
         made_by: The command, for the manifest.
         source: JSON values that decide the questions; part of the manifest.
@@ -296,7 +297,7 @@ class QuestionOptions:
     """Options of ``fairseq-rpe prepare-questions``: benchmark sets by name, or files of the user.
 
     Attributes:
-        out: Folder to make.
+        out: Output folder, which becomes a prepared folder of questions.
         vocab_from: Prepared corpus whose tokenizer is used.
         names: Names of benchmark sets.
         local: Folder or archive of the sets, as their authors ship them; None is the hub.
@@ -352,8 +353,8 @@ def prepare_questions(options: QuestionOptions, say: Callable[[str], None] = pri
     """Make the folder of questions, unless it exists and is up to date, and print its summary.
 
     Args:
-        options: What to make.
-        say: Prints a line.
+        options: Benchmark sets or files, and output folder.
+        say: Prints a line of progress, and the summary.
 
     Returns:
         The folder.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -32,6 +32,7 @@ BINS = 8  # equally wide bins of the distance between answer and end of the pass
 RECENT, FREQUENT, RANDOM = "the most recent name", "the most frequent name", "a name at random"
 
 _MIN_MENTIONS = 5  # of a name in a document
+_MIN_NAME_LETTERS = 3
 _MIN_TITLE_FOLLOWERS = 3  # different names after a word that make it a title
 _MIN_RIVALS = 3  # other names that are mentioned later than the answer, or as often
 _MIN_SENTENCE_WORDS, _MAX_SENTENCE_WORDS = 8, 60
@@ -53,7 +54,12 @@ def hash64(text: str) -> int:
 
 
 def uniform(seed_hash: int, k: int) -> float:
-    """Return the k-th of several uniform numbers in [0, 1) that a 64-bit hash determines: 12 bits from bit 7·k on."""
+    """Return the k-th of several uniform numbers in [0, 1) that a 64-bit hash determines.
+
+    Args:
+        seed_hash: Hash of 64 bits.
+        k: Index from 0 to 7. The numbers are the 12 bits from bit 7·k on, so that neighbours share 5 bits.
+    """
     return (seed_hash >> 7 * k) % 4096 / 4096
 
 
@@ -70,8 +76,8 @@ class ClozeQuestion:
         passage_start: First character of the passage, in the document.
         passage_end: End of the passage, in characters of the document.
         gap_start: Character of the document where the gap is, or before which a needle is inserted.
-        prompt: Text before the passage.
-        cue: Text after the passage.
+        prompt: Text before the passage: the question, or nothing if the question comes after the passage.
+        cue: Text after the passage, to which the model adds the answer.
         answer: The name that was taken out.
         choices: The names in the passage, in the order of their first mention.
         question_names: Names that occur in the question but not in the passage.
@@ -100,6 +106,9 @@ def question_text(sentence: str, question_position: str, question_format: str = 
         sentence: The question, with :data:`BLANK` in place of the name.
         question_position: Where the question is, relative to the passage; one of :data:`QUESTION_POSITIONS`.
         question_format: ``gap`` asks for the name in the blank; ``completion`` ends the sentence before the name.
+
+    Returns:
+        The prompt and the cue; see :class:`ClozeQuestion`.
     """
     if question_format == "completion":
         return "", f"\n\n{sentence.partition(BLANK)[0].rstrip()}"
@@ -114,6 +123,58 @@ class _Mention(NamedTuple):
     start: int
     end: int
     name_index: int
+
+
+@dataclass(frozen=True)
+class _WordCounts:
+    """Counts over a document of each run of letters, upper and lower case apart.
+
+    Attributes:
+        occurrences: How often a word occurs.
+        within_sentence: How often a capitalised word occurs where no sentence can begin.
+        before_capital: How often a capitalised word stands directly before another one.
+        followers: The different capitalised words directly after a capitalised word.
+    """
+
+    occurrences: Counter[str]
+    within_sentence: Counter[str]
+    before_capital: Counter[str]
+    followers: Mapping[str, set[str]]
+
+    @classmethod
+    def from_words(cls, text: str, words: Sequence[tuple[str, int, int]]) -> Self:
+        """Count the words (word, start, end) of a text."""
+        within_sentence, before_capital = Counter[str](), Counter[str]()
+        followers = defaultdict[str, set[str]](set)
+        text_end = ("", len(text), len(text))  # so that the last word has a next one, too
+        for (word, start, end), (next_word, next_start, _) in pairwise([*words, text_end]):
+            if word[0].isupper() and len(word) >= _MIN_NAME_LETTERS and word[1:].islower():
+                # 12 characters hold what the pattern may match
+                within_sentence[word] += bool(_BEFORE_INNER_WORD.search(text, max(start - 12, 0), start))
+                if next_word[:1].isupper() and text[end:next_start].lstrip(".") in (" ", "\n"):
+                    before_capital[word] += 1
+                    followers[word].add(next_word)
+        return cls(Counter(word for word, *_ in words), within_sentence, before_capital, followers)
+
+    def names(self) -> list[str]:
+        """Return the words that are taken for names, in the order of their first capitalised occurrence."""
+        count = self.occurrences
+        return [
+            word
+            for word, within_sentence in self.within_sentence.items()
+            if count[word] >= _MIN_MENTIONS
+            and 4 * within_sentence >= count[word]  # capitalised not only because a sentence begins
+            and 50 * count[word.lower()] <= count[word]  # hardly ever in lower case
+            and 2 * self.before_capital[word] <= count[word]  # otherwise a title, or a first name
+        ]
+
+    def first_names(self) -> set[str]:
+        """Return the words that begin longer names; a title stands before many different names, a first name not."""
+        return {
+            word
+            for word, followers in self.followers.items()
+            if len(followers) < _MIN_TITLE_FOLLOWERS and not self.occurrences[word.lower()]
+        }
 
 
 class _GapSentence(NamedTuple):
@@ -132,7 +193,7 @@ class ClozeDocument:
     """A document, indexed by words, sentences and mentions of names.
 
     Args:
-        text: The document.
+        text: Text of the document.
         encode: Tokenizer that returns the (tokens,) ids of a text.
         is_possible_answer: Whether a name can be an answer.
         min_tokens: Shortest passage, in tokens. Lengths are log-uniform from there to the token budget. None makes
@@ -173,48 +234,35 @@ class ClozeDocument:
 
     def _find_names(self, is_possible_answer: Callable[[str], bool]) -> None:
         """Set the names, their mentions and the words that are parts of longer names."""
-        text = self._text
-        words = [(match[0], match.start(), match.end()) for match in LETTERS.finditer(text)]
-        counts, inner_counts, before_capital = Counter(word for word, *_ in words), Counter[str](), Counter[str]()
-        followers = defaultdict[str, set[str]](set)
-        for (word, start, end), (next_word, next_start, _) in pairwise([*words, ("", len(text), len(text))]):
-            if word[0].isupper() and len(word) > 2 and word[1:].islower():
-                inner_counts[word] += bool(_BEFORE_INNER_WORD.search(text, max(start - 12, 0), start))
-                if next_word[:1].isupper() and text[end:next_start].lstrip(".") in (" ", "\n"):
-                    before_capital[word] += 1
-                    followers[word].add(next_word)
-        self._names = [
-            word
-            for word, inner_count in inner_counts.items()
-            if counts[word] >= _MIN_MENTIONS
-            and 4 * inner_count >= counts[word]
-            and 50 * counts[word.lower()] <= counts[word]
-            and 2 * before_capital[word] <= counts[word]  # otherwise a title, or a first name
-            and is_possible_answer(word)
-        ]
-        # A title stands before many different names, a first name before few.
-        first_names = {
-            word for word, after in followers.items() if len(after) < _MIN_TITLE_FOLLOWERS and not counts[word.lower()]
-        }
-        self._joined_words = first_names | set(self._names)
+        words = [(match[0], match.start(), match.end()) for match in LETTERS.finditer(self._text)]
+        counts = _WordCounts.from_words(self._text, words)
+        self._names = [word for word in counts.names() if is_possible_answer(word)]
+        self._joined_words = counts.first_names() | set(self._names)
         name_indices = {name: name_index for name_index, name in enumerate(self._names)}
         self._mentions = [
             _Mention(start, end, name_indices[word])
             for word, start, end in words
-            if word in name_indices
-            and (text[end : end + 2] in ("'s", "’s") or not {text[start - 1], text[end : end + 1]} & _JOINERS)
+            if word in name_indices and not self._is_part_of_word(start, end)
         ]
-        # By mention_index: the name, and the word that contains the mention, as a list for bisect and as an array.
+        # By mention_index: where the mention starts, its name, and the word that contains it. Lists are for bisect,
+        # arrays for counting.
+        self._mention_starts = [mention.start for mention in self._mentions]
         self._mention_names = np.array([mention.name_index for mention in self._mentions], np.int64)  # (mentions,)
         self._mention_words = [bisect_left(self._word_ends, mention.end) for mention in self._mentions]
         self._mention_words_array = np.array(self._mention_words, np.int64)  # (mentions,)
+
+    def _is_part_of_word(self, start: int, end: int) -> bool:
+        """Return whether letters are part of a word such as Jean-Paul; a genitive's 's is no part."""
+        text = self._text
+        is_genitive = text[end : end + 2] in ("'s", "’s")
+        return not is_genitive and bool({text[start - 1], text[end : end + 1]} & _JOINERS)
 
     def sentences(self) -> list[tuple[int, int]]:
         """Return start and end of each sentence, in characters of the document."""
         text, start, sentences = self._text, 0, []
         for border in _SENTENCE_BORDER.finditer(text):
             sign, next_word = border.start(), LETTERS.search(text, border.end(), border.end() + 4)
-            if text[sign] != "\n":
+            if text[sign] != "\n":  # else an empty line, which always ends a sentence
                 short = text[sign] == "." and _ABBREVIATION.search(text, max(start, sign - 8), sign + 1)
                 if short or (next_word and next_word[0][0].islower()):
                     continue
@@ -227,7 +275,7 @@ class ClozeDocument:
     def questions(
         self, context_tokens: int, question_position: str, source: str, question_format: str = "gap"
     ) -> Iterator[ClozeQuestion]:
-        """Yield every question whose passage, together with question and answer, fills a context.
+        """Find every question whose passage, together with question and answer, fills a context.
 
         Args:
             context_tokens: Tokens of the context: prompt, passage, cue and answer.
@@ -235,39 +283,54 @@ class ClozeDocument:
             source: ``next`` asks about the sentence after the passage; ``earlier`` about a sentence of the passage,
                 with one passage for each bin of distance.
             question_format: One of :data:`QUESTION_FORMATS`. A ``completion`` is always asked after the passage.
+
+        Yields:
+            The questions, in the order of their sentences.
         """
-        mention_starts, sentences = [mention.start for mention in self._mentions], self.sentences()
+        sentences = self.sentences()
         sentence_end_words = self._end_words(sentences)
         for sentence_start, sentence_end in sentences:
-            first_mention = bisect_left(mention_starts, sentence_start)
-            end_mention = bisect_left(mention_starts, sentence_end)
-            word_count = len(self._text[sentence_start:sentence_end].split())
-            if not first_mention < end_mention or not _MIN_SENTENCE_WORDS <= word_count <= _MAX_SENTENCE_WORDS:
+            if not self._is_askable(sentence_start, sentence_end):
                 continue
-            sentence_word = bisect_left(self._word_ends, sentence_start + 1)
-            name_counts = Counter(int(name_index) for name_index in self._mention_names[first_mention:end_mention])
-            for mention_index in range(first_mention, end_mention):
-                if name_counts[int(self._mention_names[mention_index])] > 1 or self._is_within_name(mention_index):
-                    continue
-                words_before = self._text[sentence_start : mention_starts[mention_index]].split()
-                if question_format == "completion" and len(words_before) < _MIN_COMPLETION_WORDS:
-                    continue
+            mention_indices = self._mention_indices(sentence_start, sentence_end)
+            for mention_index in self._possible_gaps(sentence_start, mention_indices, question_format):
                 gap = self._gap_sentence(
                     sentence_start, sentence_end, mention_index, context_tokens, question_position, question_format
                 )
                 if source == "next":
+                    sentence_word = bisect_left(self._word_ends, sentence_start + 1)
                     passage_ends = [sentence_word] if gap.passage_budget > 0 else []
                 else:
-                    answer_word = self._mention_words[gap.mention_index]
+                    answer_word = self._mention_words[mention_index]
                     passage_ends = self.passage_ends(answer_word, gap.passage_budget, gap.seed_hash, sentence_end_words)
-                if question_format == "completion":  # it ends at the gap, so later names of the sentence stay unseen
-                    question_names = set(map(int, self._mention_names[first_mention : mention_index + 1]))
-                else:
-                    question_names = set(name_counts)
+                # A completion ends at the gap, so the names after it stay unseen.
+                end_mention = mention_index + 1 if question_format == "completion" else mention_indices.stop
+                question_names = set(self._mention_names[mention_indices.start : end_mention].tolist())
                 for end_word in passage_ends:
                     question = self._question(gap, end_word, question_names, source == "earlier")
                     if question is not None:
                         yield question
+
+    def _mention_indices(self, start: int, end: int) -> range:
+        """Return the indices of the mentions between two characters of the document."""
+        return range(bisect_left(self._mention_starts, start), bisect_left(self._mention_starts, end))
+
+    def _is_askable(self, sentence_start: int, sentence_end: int) -> bool:
+        """Return whether a sentence has the length of a question."""
+        word_count = len(self._text[sentence_start:sentence_end].split())
+        return _MIN_SENTENCE_WORDS <= word_count <= _MAX_SENTENCE_WORDS
+
+    def _possible_gaps(self, sentence_start: int, mention_indices: range, question_format: str) -> Iterator[int]:
+        """Yield the mentions of a sentence whose name may be taken out: the sentence must not give it away."""
+        name_counts = Counter(self._mention_names[mention_indices.start : mention_indices.stop].tolist())
+        for mention_index in mention_indices:
+            mention = self._mentions[mention_index]
+            if name_counts[mention.name_index] > 1 or self._is_within_name(mention_index):
+                continue
+            words_before = self._text[sentence_start : mention.start].split()
+            if question_format == "completion" and len(words_before) < _MIN_COMPLETION_WORDS:
+                continue
+            yield mention_index
 
     def _end_words(self, sentences: Sequence[tuple[int, int]]) -> list[int]:
         """Return for each sentence the index of the first word after it."""
@@ -282,6 +345,7 @@ class ClozeDocument:
         question_position: str,
         question_format: str,
     ) -> _GapSentence:
+        """Return a sentence with a gap in place of a mention, and the tokens that its passage may have."""
         mention = self._mentions[mention_index]
         before, after = self._text[sentence_start : mention.start], self._text[mention.end : sentence_end]
         sentence = " ".join(f"{before}{BLANK}{after}".split())
@@ -306,8 +370,8 @@ class ClozeDocument:
 
         Args:
             answer_word: Index of the word that contains the answer.
-            budget: Tokens of a passage.
-            seed_hash: Decides the distance within each bin.
+            budget: Most tokens of a passage.
+            seed_hash: 64-bit hash that decides the distance within each bin.
             sentence_end_words: For each sentence, the index of the first word after it.
 
         Returns:
@@ -325,6 +389,7 @@ class ClozeDocument:
         return end_words
 
     def _distance_bin(self, answer_word: int, end_word: int, budget: int) -> int:
+        """Return the bin of the tokens after a word and before the end of a passage, as a share of the budget."""
         return BINS * (self._tokens_before[end_word] - self._tokens_before[answer_word + 1]) // budget
 
     def _question(
@@ -401,9 +466,9 @@ class ClozeDocument:
             return None
         while start_word < end_word:
             # The passage begins without the white space of its first word, which may then have more tokens.
-            text = self._text[self._word_text_start(start_word) : self._word_ends[start_word]]
-            first_size = len(self._encode(text))
-            if first_size + self._tokens_before[end_word] - self._tokens_before[start_word + 1] <= budget:
+            first_word = self._text[self._word_text_start(start_word) : self._word_ends[start_word]]
+            other_tokens = self._tokens_before[end_word] - self._tokens_before[start_word + 1]
+            if len(self._encode(first_word)) + other_tokens <= budget:
                 return start_word
             start_word += 1
         return None
@@ -415,5 +480,5 @@ class ClozeDocument:
 
 
 def bin_quotas(questions: int) -> Sequence[int]:
-    """Return how many of a number of questions each bin of distance gets."""
+    """Return how many of ``questions`` questions each bin of distance gets, as equally as possible."""
     return [questions // BINS + (distance_bin < questions % BINS) for distance_bin in range(BINS)]

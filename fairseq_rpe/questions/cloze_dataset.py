@@ -48,7 +48,7 @@ class SplitSettings:
     """The options of ``fairseq-rpe prepare`` that assign documents to splits.
 
     Attributes:
-        seed: Seed of the hashes.
+        seed: Seed of the hashes that put documents into splits.
         valid_fraction: Expected share of documents for validation.
         test_fraction: Expected share of documents for the test.
         split_by: What is hashed; see :class:`~fairseq_rpe.data.prepare_options.PrepareOptions`.
@@ -79,14 +79,19 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Corpus:
-    """What is read of ``corpus.json``."""
+    """The keys of ``corpus.json`` that are read.
+
+    Attributes:
+        digest: Digests of the source files: ``all``, or one for each split that has its own files.
+        splits: Statistics of each split; ``documents`` is the number of its documents.
+    """
 
     digest: Mapping[str, str] = field(default_factory=dict)
     splits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class HeldOutDocuments:
-    """How a prepared corpus was split, and whether its training may have read documents of another text.
+    """Splits documents as a prepared corpus was split, and warns if its training may have read those for validation.
 
     Args:
         corpus: Folder of the prepared corpus.
@@ -112,7 +117,8 @@ class HeldOutDocuments:
         """Split the documents of a text as the corpus was split, if possible.
 
         Args:
-            texts: The text. Its own settings are used if it has files for each split, or if the corpus records none.
+            texts: Source files and options. Its own split settings are used if it has files for each split, or if the
+                corpus records none.
 
         Returns:
             The documents, and the settings that split them.
@@ -156,10 +162,10 @@ class ClozeOptions:
     """Options of ``fairseq-rpe prepare-cloze``: which questions to make from which text.
 
     Attributes:
-        out: Folder to make.
+        out: Output folder, which becomes a prepared question folder.
         vocab_from: Prepared corpus whose tokenizer is used.
         train: Source files of the training split, or of the whole text if ``valid`` and ``test`` are empty.
-        tokens: Context that passage, question and answer fill, in tokens.
+        tokens: Tokens of a context, which passage, question and answer fill together.
         valid: Source files of the validation split.
         test: Source files of the test split.
         documents: Use the first so many training documents; None uses all.
@@ -203,6 +209,21 @@ class ClozeOptions:
         Raises:
             UserError: An option is out of range or does not go with another one.
         """
+        self._check_ranges()
+        self._check_choices()
+        if self.question_format == "completion" and self.question_position != "last":
+            raise UserError(
+                "--question-format completion asks after the passage: "
+                f"leave out --question-position {self.question_position}"
+            )
+        if self.source == "planted" and (self.question_format, self.entity_names) != ("completion", "own"):
+            conflict = "--entity-names exchanged" if self.entity_names != "own" else "--question-format gap"
+            raise UserError(
+                f"--source planted needs a completion with a drawn name, so {conflict} does not go with it: use "
+                "--question-format completion and leave out --entity-names"
+            )
+
+    def _check_ranges(self) -> None:
         ranges = {
             "tokens": (_MIN_CONTEXT_TOKENS, 1 << 24),
             "questions": (BINS, 1 << 32),
@@ -215,6 +236,8 @@ class ClozeOptions:
             number = getattr(self, name)
             if number is not None and not least <= number <= most:
                 raise UserError(f"{_flag(name)} {number} is out of range: use {least} to {most}")
+
+    def _check_choices(self) -> None:
         choices = {
             "question_position": QUESTION_POSITIONS,
             "source": SOURCES,
@@ -224,17 +247,6 @@ class ClozeOptions:
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise UserError(f"{_flag(name)} {getattr(self, name)} is not one of {', '.join(values)}")
-        if self.question_format == "completion" and self.question_position != "last":
-            raise UserError(
-                "--question-format completion asks after the passage: "
-                f"leave out --question-position {self.question_position}"
-            )
-        if self.source == "planted" and (self.question_format, self.entity_names) != ("completion", "own"):
-            conflict = "--entity-names exchanged" if self.entity_names != "own" else "--question-format gap"
-            raise UserError(
-                f"--source planted needs a completion with a drawn name, so {conflict} does not go with it: use "
-                "--question-format completion and leave out --entity-names"
-            )
 
     def question_count(self, split: str) -> int:
         """Return the number of questions of a split."""
@@ -251,6 +263,7 @@ class ClozeOptions:
 
 
 def _flag(name: str) -> str:
+    """Return the command-line option of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -258,11 +271,11 @@ def prepare_cloze(options: ClozeOptions, say: Callable[[str], None] = print) -> 
     """Make the folder of cloze questions, unless it exists and was made with the same options.
 
     Args:
-        options: What to make.
+        options: Source files, output folder, and which questions to make.
         say: Prints a line of progress.
 
     Returns:
-        The folder.
+        The prepared folder.
 
     Raises:
         UserError: Options or sources are unusable, or the documents are too short, have no names or give too few
@@ -280,14 +293,14 @@ def prepare_cloze(options: ClozeOptions, say: Callable[[str], None] = print) -> 
         vocab_from=options.vocab_from,
     )
     texts.check()
-    kind = (find_vocabulary(options.vocab_from, None) or ("", {}))[0]
+    tokenizer_kind, _ = find_vocabulary(options.vocab_from, None) or ("", {})  # None only if no folder is given
     check_out(options.out)
     held_out = HeldOutDocuments(options.vocab_from)
     documents, split_settings = held_out.documents(texts)
     if warning := held_out.warning(documents.digest):
         say(warning)
-    sampler = _QuestionSampler(options, documents, load_encoder(kind, options.vocab_from), say, held_out)
-    contexts = dict.fromkeys(map(options.context_tokens, SPLITS))
+    sampler = _QuestionSampler(options, documents, load_encoder(tokenizer_kind, options.vocab_from), say, held_out)
+    contexts = dict.fromkeys(map(options.context_tokens, SPLITS))  # the different lengths, in order
     pending = PendingSet(
         name=options.out.name,
         suite="gaps",
@@ -297,27 +310,40 @@ def prepare_cloze(options: ClozeOptions, say: Callable[[str], None] = print) -> 
         answer_tokens=ANSWER_TOKENS,
         splits={split: partial(sampler.pending_questions, split) for split in SPLITS},
     )
+    source = _manifest_source(options, documents, split_settings)
+    return write_dataset(options.out, [pending], options.vocab_from, MADE_BY, source, say, options.overwrite)
+
+
+def _manifest_source(
+    options: ClozeOptions, documents: SplitDocuments, split_settings: SplitSettings
+) -> dict[str, object]:
+    """Return the source of the questions for the manifest: a folder with the same one is not made again."""
+    # Paths are not recorded, because the digests of the texts identify their contents.
     not_recorded = ("out", "vocab_from", "train", "valid", "test", "overwrite")
     recorded = {MANIFEST_KEYS.get(k, k): value for k, value in vars(options).items() if k not in not_recorded}
     source: dict[str, object] = {"texts": documents.digest, "options": recorded}
     if split_settings != SplitSettings(options.seed):
         source["division"] = split_settings.to_manifest()
-    return write_dataset(options.out, [pending], options.vocab_from, MADE_BY, source, say, options.overwrite)
+    return source
 
 
 @dataclass
 class _SplitStats:
-    """Counts over the documents of a split.
+    """Counts over the documents of a split that have been read so far.
 
     Attributes:
-        documents: Number of documents.
+        documents: Number of documents, and so the index of the next one within the split.
         longest: Tokens of the longest document.
-        names: Number of names, added up over documents.
+        names: Number of different names of each document, added up over documents.
     """
 
     documents: int = 0
     longest: int = 0
     names: int = 0
+
+
+# The questions of a split and bin with the smallest hashes: (-hash, index of the document in the split, question).
+_Heap = list[tuple[int, int, ClozeQuestion]]
 
 
 class _QuestionSampler:
@@ -333,7 +359,7 @@ class _QuestionSampler:
     ) -> None:
         self._held_out = held_out
         self._options, self._documents, self._encoder, self._say = options, documents, encoder, say
-        # Questions by split and by the number of their document within the split.
+        # Questions by split and by the index of their document within the split.
         self._chosen: dict[str, dict[int, list[ClozeQuestion]]] = {}
         self._name_counts: Counter[str] = Counter()  # of the training documents
 
@@ -342,7 +368,8 @@ class _QuestionSampler:
         if not self._chosen:
             self._choose()
         remaining = dict(self._chosen[split])
-        for document_index, document in enumerate(d for s, d in self._documents if s == split):
+        documents_of_split = (document for name, document in self._documents if name == split)
+        for document_index, document in enumerate(documents_of_split):
             questions = remaining.pop(document_index, [])
             text = _text(document) if questions else ""
             for question in sorted(questions, key=attrgetter("gap_start", "passage_end")):
@@ -378,67 +405,78 @@ class _QuestionSampler:
 
     def _choose(self) -> None:
         """Fill ``_chosen`` and ``_name_counts`` in one pass over the documents."""
-        options, stats = self._options, {split: _SplitStats() for split in SPLITS}
-        # By split and bin, the questions with the smallest hashes: (-hash, document index, question).
-        heaps: dict[tuple[str, int], list[tuple[int, int, ClozeQuestion]]] = defaultdict(list)
+        stats = {split: _SplitStats() for split in SPLITS}
+        heaps: dict[tuple[str, int], _Heap] = defaultdict(list)  # by split and bin of distance
         with Progress("looking for questions", "documents", self._count_documents()) as progress:
             for split, document in self._documents:
-                split_stats = stats[split]
-                min_tokens = options.min_tokens if split == "train" else None
-                indexed = NeedleDocument(_text(document), self._encoder.encode, self._is_possible_answer, min_tokens)
-                if options.source == "planted":
-                    questions = indexed.needle_questions(options.context_tokens(split))
-                else:
-                    questions = indexed.questions(
-                        options.fill_tokens(split), options.question_position, options.source, options.question_format
-                    )
-                for question in questions:
-                    heap = heaps[split, question.distance_bin]
-                    # heappushpop drops the smallest entry, which is the one with the largest hash.
-                    full = len(heap) == bin_quotas(options.question_count(split))[question.distance_bin]
-                    (heapq.heappushpop if full else heapq.heappush)(
-                        heap, (-self._question_hash(document, question), split_stats.documents, question)
-                    )
-                split_stats.documents += 1
-                split_stats.longest = max(split_stats.longest, indexed.token_count)
-                split_stats.names += len(indexed.names)
-                if split == "train":
-                    self._name_counts.update(indexed.name_counts())
+                self._read_document(split, document, stats[split], heaps)
                 progress.update()
         for split in SPLITS:
-            self._check_quotas(split, stats[split], [len(heaps[split, distance_bin]) for distance_bin in range(BINS)])
+            heaps_of_split = [heaps[split, distance_bin] for distance_bin in range(BINS)]
+            self._check_quotas(split, stats[split], [len(heap) for heap in heaps_of_split])
             chosen: dict[int, list[ClozeQuestion]] = defaultdict(list)
-            for distance_bin in range(BINS):
-                for _, document_index, question in heaps[split, distance_bin]:
+            for heap in heaps_of_split:
+                for _, document_index, question in heap:
                     chosen[document_index].append(question)
             self._chosen[split] = chosen
 
+    def _read_document(
+        self, split: str, document: Document, stats: _SplitStats, heaps: Mapping[tuple[str, int], _Heap]
+    ) -> None:
+        """Add the questions of a document to the heaps, and count the document and its names."""
+        options = self._options
+        min_tokens = options.min_tokens if split == "train" else None
+        indexed = NeedleDocument(_text(document), self._encoder.encode, self._is_possible_answer, min_tokens)
+        if options.source == "planted":
+            questions = indexed.needle_questions(options.context_tokens(split))
+        else:
+            questions = indexed.questions(
+                options.fill_tokens(split), options.question_position, options.source, options.question_format
+            )
+        quotas = bin_quotas(options.question_count(split))
+        for question in questions:
+            heap = heaps[split, question.distance_bin]
+            entry = (-self._question_hash(document, question), stats.documents, question)
+            if len(heap) < quotas[question.distance_bin]:
+                heapq.heappush(heap, entry)
+            else:
+                # Drops the smallest entry, which is the one with the largest hash.
+                heapq.heappushpop(heap, entry)
+        stats.documents += 1
+        stats.longest = max(stats.longest, indexed.token_count)
+        stats.names += len(indexed.names)
+        if split == "train":
+            self._name_counts.update(indexed.name_counts())
+
     def _count_documents(self) -> int:
         """Count the documents; split them in another way if there are so few that a split would be empty."""
-        counts, splits = Counter[str](), dict[str, str]()
+        counts, split_by_digest = Counter[str](), dict[str, str]()
         for split, document in self._documents:
             counts[split] += 1
-            if (other := splits.setdefault(document.digest, split)) != split:
+            if (other := split_by_digest.setdefault(document.digest, split)) != split:
                 problem = f"{document.relative_path} has a document that the {other} split has, too"
                 raise UserError(f"the {split} split: {problem}: leave it out of one of them")
-        empty = [split for split in SPLITS if not counts[split]]
-        if empty:
-            if (description := self._documents.split_few()) is None:
-                raise UserError(
-                    f"the {empty[0]} split has no document: give more texts, or --train, --valid and --test"
-                )
-            self._say(description)
-            digest = self._documents.digest
-            if (warning := self._held_out.warning(digest, too_few=True)) and not self._held_out.warning(digest):
-                self._say(warning)
-            return sum(1 for _ in self._documents)
-        return counts.total()
+        empty_splits = [split for split in SPLITS if not counts[split]]
+        if not empty_splits:
+            return counts.total()
+        if (description := self._documents.split_few()) is None:
+            raise UserError(
+                f"the {empty_splits[0]} split has no document: give more texts, or --train, --valid and --test"
+            )
+        self._say(description)
+        digest = self._documents.digest
+        # only a warning that the first split did not give already
+        if (warning := self._held_out.warning(digest, too_few=True)) and not self._held_out.warning(digest):
+            self._say(warning)
+        return sum(1 for _ in self._documents)  # counted again: pieces of documents count, too
 
     def _is_possible_answer(self, name: str) -> bool:
+        """Return whether the tokenizer can write a name in few enough tokens."""
         ids = self._encoder.encode(f" {name}")
         return len(ids) < ANSWER_TOKENS and UNK not in ids
 
     def _question_hash(self, document: Document, question: ClozeQuestion) -> int:
+        """Return the hash by which questions are chosen, which depends on no other question or document."""
         return hash64(f"{self._options.seed}\0{document.digest}\0{question.gap_start}\0{question.passage_end}")
 
     def _check_quotas(self, split: str, stats: _SplitStats, bin_counts: list[int]) -> None:

@@ -32,9 +32,9 @@ class NamePermutation:
     markers in the same way; here names are replaced by names, so that the text stays readable.
 
     Args:
-        names: Names to draw from.
+        names: Names of the training texts, from which new names are drawn.
         encode: Tokenizer that returns the (tokens,) ids of a text.
-        seed: Seed of the draws.
+        seed: Seed of all draws, together with document and question.
     """
 
     def __init__(self, names: Collection[str], encode: Callable[[str], np.ndarray], seed: int) -> None:
@@ -50,8 +50,8 @@ class NamePermutation:
         """Return the question and its passage with other names.
 
         Args:
-            question: The question.
-            passage: Text of its passage.
+            question: Question with the names of the text.
+            passage: Text of its passage, with the same names.
             max_tokens: Most tokens of prompt, passage and cue together.
             document_digest: Part of the seed of the draw.
 
@@ -163,9 +163,9 @@ def insert_needle(
 
     Args:
         question: A question of :meth:`NeedleDocument.needle_questions`.
-        passage: Text of its passage.
-        names: Possible answers.
-        seed_text: Seed of the draw.
+        passage: Text of the passage, without the needle.
+        names: Names from which the answer is drawn.
+        seed_text: Seed of the draw, together with the question.
 
     Returns:
         The question with its answer, and the passage with the needle.

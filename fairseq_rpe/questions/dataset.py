@@ -30,7 +30,8 @@ from fairseq_rpe.data.tokenization import load_decoder
 from fairseq_rpe.data.vocabulary import VOCABULARY_FILES
 from fairseq_rpe.questions.metrics import AnsweredQuestion
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import open_input, parse_json_object, read_json, sha256_of_files
+from fairseq_rpe.utils.files import open_input, sha256_of_files
+from fairseq_rpe.utils.json_files import parse_json_object, read_json
 from fairseq_rpe.utils.records import Count, Natural, NonEmptyText, Rule, TextTuple
 
 MADE_BY = ("fairseq-rpe prepare-answers", "fairseq-rpe prepare-gaps")  # in manifests: first names of the commands
@@ -44,9 +45,9 @@ class Question:
     """A question. A model reads ``prompt + document + cue`` and generates one of ``answers``.
 
     Attributes:
-        id: Unique within a file.
+        id: Identifier, unique within a file.
         prompt: Text before the document.
-        answers: All right answers.
+        answers: All right answers; a prediction may equal any of them.
         document: Text that may be truncated; ``prompt`` and ``cue``, one of which contains the question, may not.
         cue: Text after the document.
         group: Questions of one group are scored together; an empty group is the question alone.
@@ -68,7 +69,7 @@ def check_question(question: Question, source: str) -> None:
     """Check that a question can be trained on and scored.
 
     Args:
-        question: The question.
+        question: Question as a file or a benchmark has it.
         source: Its file and line, for messages.
 
     Raises:
@@ -87,6 +88,12 @@ def check_question(question: Question, source: str) -> None:
 
 def read_questions(path: Path) -> Iterator[Question]:
     """Read a file of questions: a JSON object per line with at least ``id``, ``prompt`` and ``answers``.
+
+    Args:
+        path: Path of the file; lines of white space are skipped.
+
+    Yields:
+        The questions, in the order of the file.
 
     Raises:
         UserError: A line is not such an object, an id occurs twice, or :func:`check_question` refuses a question.
@@ -112,7 +119,7 @@ class SplitInfo:
 
     Attributes:
         questions: Number of questions.
-        answers: Number of answers.
+        answers: Number of right answers, added up over questions.
         documents: Number of different documents.
         tokens: Tokens of prompt, document and cue, added up over questions.
         longest: Tokens of prompt, document and cue of the longest question.
@@ -138,10 +145,10 @@ class SetInfo:
     Attributes:
         suite: ``scrolls``, ``glue`` or ``superglue``; ``own`` for files of the user, ``gaps`` for cloze questions.
         metrics: Names of all its metrics.
-        published: The main metric.
+        published: Name of the metric that papers report.
         answer_tokens: Most tokens of an answer, the end symbol included.
-        splits: Statistics by split.
-        title: Description of the set.
+        splits: Statistics of the questions, by split.
+        title: Description of the set in one line, for tables.
     """
 
     suite: str
@@ -179,7 +186,7 @@ class QuestionRow:
 
     Attributes:
         id: Unique within set and split.
-        set: Name of the set.
+        set: Name of the set that the question belongs to.
         answers: Items of all right answers.
         group: Questions of one group are scored together; an empty group is the question alone.
         prompt: Item of the text before the document.
@@ -214,9 +221,9 @@ class QuestionRows(Sequence[QuestionRow]):
     """The questions of a split, read from the disk one by one when they are accessed.
 
     Args:
-        folder: The prepared folder.
-        split: Name of the split.
-        kind: Kind of the tokenizer.
+        folder: Prepared folder of questions.
+        split: Name of the split: ``train``, ``valid`` or ``test``.
+        kind: Kind of the tokenizer, a key of ``VOCABULARY_FILES``.
 
     Attributes:
         sizes: (items,) tokens of each item.
@@ -332,9 +339,9 @@ class QuestionDataset:
     """A prepared folder of questions.
 
     Attributes:
-        folder: The folder.
-        sets: Its sets by name.
-        kind: Kind of its tokenizer.
+        folder: Path of the prepared folder.
+        sets: Sets of questions by name, as the manifest describes them.
+        kind: Kind of the tokenizer, a key of ``VOCABULARY_FILES``.
     """
 
     folder: Path

@@ -26,7 +26,7 @@ class AnsweredQuestion:
     """A question with its predicted and its right answers.
 
     Attributes:
-        prediction: The predicted answer.
+        prediction: Text that the model generated or chose.
         answers: All right answers; the first one is the right class of a classification.
         group: Questions of one group are right only together; an empty group is the question alone.
         choices: The classes 0, 1, … of a classification.
@@ -84,7 +84,7 @@ def score(metric: str, items: Sequence[AnsweredQuestion]) -> float:
     with the warning :class:`Undefined`.
 
     Args:
-        metric: Name of the metric.
+        metric: Name of a metric of the list above.
         items: The questions with their predictions.
 
     Raises:
@@ -100,7 +100,7 @@ def check_answers(metric: str, *items: AnsweredQuestion) -> None:
     """Check that a metric can score questions, whatever is predicted.
 
     Args:
-        metric: Name of the metric.
+        metric: Name of a metric of :func:`score`.
         *items: The questions.
 
     Raises:
@@ -151,9 +151,10 @@ def _accuracy(items: Sequence[AnsweredQuestion]) -> float:
 
 
 @lru_cache(maxsize=1 << 16)  # several metrics score the same texts
-def _rouge(prediction: str, answer: str) -> tuple[float, float, float]:
+def _rouge(prediction: str, answer: str) -> dict[str, float]:
+    """Return the F-measures, 0 to 1, by the name of the variant."""
     scores = _rouge_scorer().score(answer, prediction)
-    return scores["rouge1"].fmeasure, scores["rouge2"].fmeasure, scores["rougeL"].fmeasure
+    return {variant: score.fmeasure for variant, score in scores.items()}
 
 
 @lru_cache(maxsize=1)
@@ -164,15 +165,15 @@ def _rouge_scorer() -> Any:
 
 
 def _rouge1(items: Sequence[AnsweredQuestion]) -> float:
-    return _mean_of_best(items, lambda prediction, answer: _rouge(prediction, answer)[0])
+    return _mean_of_best(items, lambda prediction, answer: _rouge(prediction, answer)["rouge1"])
 
 
 def _rouge2(items: Sequence[AnsweredQuestion]) -> float:
-    return _mean_of_best(items, lambda prediction, answer: _rouge(prediction, answer)[1])
+    return _mean_of_best(items, lambda prediction, answer: _rouge(prediction, answer)["rouge2"])
 
 
 def _rouge_l(items: Sequence[AnsweredQuestion]) -> float:
-    return _mean_of_best(items, lambda prediction, answer: _rouge(prediction, answer)[2])
+    return _mean_of_best(items, lambda prediction, answer: _rouge(prediction, answer)["rougeL"])
 
 
 def _rgm(items: Sequence[AnsweredQuestion]) -> float:
@@ -342,7 +343,7 @@ def partial_sums(metric: str, items: Sequence[AnsweredQuestion], groups: Sequenc
         metric: A streamable metric.
         items: The questions of the batch with their predictions.
         groups: Group number of each question, below ``count``.
-        count: Number of groups.
+        count: Number of groups over all batches.
 
     Returns:
         float64 [questions, sum of each mean]; for ``group_em`` (2, count): questions and wrong answers by group.

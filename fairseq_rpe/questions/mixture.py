@@ -88,7 +88,7 @@ def epoch_rows(name: str, rows: int, count: int, epoch: int, seed: int) -> np.nd
         rows: Number of rows of the set.
         count: Rows of the set in an epoch.
         epoch: Number of the epoch, from 1.
-        seed: Seed of the orders.
+        seed: Seed of the random orders, together with the name.
 
     Returns:
         (count,) int64 row numbers.

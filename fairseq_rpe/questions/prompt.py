@@ -65,7 +65,7 @@ def build_prompt(
         budget: Most tokens of the result.
         truncate: Where the document loses tokens: at its ``end``, its ``start``, or in its ``middle``, where the first
             half keeps one token more if their number is odd.
-        question_id: For the message.
+        question_id: Identifier of the question, for messages.
 
     Returns:
         The (tokens,) int64 ids, and the number of tokens that were removed.
@@ -92,7 +92,7 @@ def check_token_budget(tokens: int, budget: int, question_id: str, set_name: str
     Args:
         tokens: Tokens of prompt and cue.
         budget: Most tokens of prompt, document and cue.
-        question_id: For the message.
+        question_id: Identifier of the question, for messages.
         set_name: Name of the set of questions, for the message.
 
     Raises:
@@ -132,8 +132,8 @@ def check_lengths(
     """Check, before any training or evaluation, that all questions of a split fit into each of some lengths.
 
     Args:
-        folder: The questions.
-        split: Name of the split.
+        folder: Prepared questions.
+        split: Name of the split: ``train``, ``valid`` or ``test``.
         lengths: Each bounds the tokens of prompt and answer together.
         sets: Names of the sets to check; None checks all that have the split.
         compare_choices: The likelihoods of choices are compared, instead of generating an answer.

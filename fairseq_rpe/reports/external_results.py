@@ -17,7 +17,8 @@ from fairseq_rpe.reports.report_files import ReportFiles
 from fairseq_rpe.reports.sweep_results import Perplexities, SweepResult
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord, SweepSettings
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import atomic_write, check_output_folder
+from fairseq_rpe.utils.files import atomic_write
+from fairseq_rpe.utils.output_checks import check_output_folder
 from fairseq_rpe.utils.table import join_latex
 
 
@@ -61,22 +62,17 @@ def write_report(
     check_text("title", title, "Two models")
     check_choice("width", width, tuple(WIDTHS), optional=True)
     rows = _check_rows(rows)
-    for name in encodings or ():
+    encodings = encodings or {}
+    for name in encodings:
         if name not in rows:
             raise UserError(f"encodings has '{name}', for which rows has no results: add them, or drop it")
     results = Perplexities(_sweep_results(rows, train_length), train_length)
     files = _report_files(folder)
     record = _sweep_record(rows, train_length, title)
-    predictions = {
-        name: extrapolation_definition.predict_from_encodings(list(layers))
-        if record.method(name).leaves_positions
-        else PredictedVerdict(NONE, reason="positions are transformed")
-        for name, layers in (encodings or {}).items()
-    }
-    verdicts = extrapolation_definition.observe_verdicts(results, predictions)
+    verdicts = extrapolation_definition.observe_verdicts(results, _predict_verdicts(record, encodings))
     theory = extrapolation_definition.definition_blocks(verdicts, train_length, delta)
-    build = partial(perplexities.build_content, record, [], results, theory)
-    content = build()
+    build_content = partial(perplexities.build_content, record, [], results, theory)
+    content = build_content()
     measurements = page.measurements_part(len(results.results), content.build_measurements, files.results.name)
     section = Section(
         name=folder.resolve().name,
@@ -87,17 +83,30 @@ def write_report(
         text=f"{content.markdown}\nresults: {files.results}\nfigure:  {files.figures[0]}\npage:    {files.page}",
     )
     with style.figures_at_width(width):
-        style.save((build() if width else content).figure, *files.figures)
+        # a figure gets its width when it is drawn, so one for a paper is drawn again
+        style.save((build_content() if width else content).figure, *files.figures)
     if latex:
         atomic_write(files.latex, join_latex(page.collect_tables(content.parts)))
     page.write_page([section], files.page)
-    atomic_write(files.extra_tables[0], extrapolation_definition.verdict_csv(verdicts, delta))
+    [verdict_path] = files.extra_tables
+    atomic_write(verdict_path, extrapolation_definition.verdict_csv(verdicts, delta))
     atomic_write(files.table, content.markdown)
     atomic_write(files.results, results.csv())
     return section
 
 
+def _predict_verdicts(record: SweepRecord, encodings: Mapping[str, Sequence[Encoding]]) -> dict[str, PredictedVerdict]:
+    """Predict the verdict of each model from its trained encodings, unless its positions are transformed."""
+    return {
+        name: extrapolation_definition.predict_from_encodings(list(layers))
+        if record.method(name).leaves_positions
+        else PredictedVerdict(NONE, reason="positions are transformed")
+        for name, layers in encodings.items()
+    }
+
+
 def _check_rows(rows: Mapping[str, Sequence[TextResult]]) -> dict[str, list[TextResult]]:
+    """Return the results of each model as a list, all values checked."""
     if not isinstance(rows, Mapping):
         raise UserError(f"rows must be a dict with the results of each model by its name, not {describe_value(rows)}")
     checked = {}
@@ -118,6 +127,7 @@ def _check_result(name: str, result: TextResult) -> TextResult:
 
 
 def _sweep_results(rows: Mapping[str, Sequence[TextResult]], train_length: int) -> list[SweepResult[TextResult]]:
+    """Return the results in the order of models and lengths, with ratios to those at ``train_length``."""
     texts = {(result.data, result.split, result.tokens) for results in rows.values() for result in results}
     if len(texts) != 1:
         reason = "results are of different texts or splits" if texts else "there are no results"
@@ -144,6 +154,7 @@ def _sweep_record(rows: Mapping[str, Sequence[TextResult]], train_length: int, t
 
 
 def _report_files(folder: Path) -> ReportFiles:
+    """Create the output folder, which must not be that of a sweep, and return the paths of the report in it."""
     sweep = SweepFolder(folder)
     if sweep.record_path.exists():
         raise UserError(f"{folder} is the folder of a sweep, whose report this would replace: use another folder")

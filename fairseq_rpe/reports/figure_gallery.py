@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -155,27 +155,47 @@ def draw_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int])
     """
     checkpoint = checkpoints.load(path)
     layer_encodings, name = checkpoint.load_encodings(), checkpoint.encoding
+    count = len(layer_encodings)
     if not layer_encodings[0].adds_bias:
         raise UserError(f"{path} has no additive bias to draw, its encoding is '{name}': use another checkpoint")
-    if layers and len(layer_encodings) == 1:
+    if layers and count == 1:
         raise UserError(f"--layers: all layers of {path} share one bias: leave it out")
-    if wrong := [layer for layer in layers if layer >= len(layer_encodings)]:
-        raise UserError(f"--layers {wrong[0]}: {path} has layers 0 to {len(layer_encodings) - 1}")
-    trained = checkpoint.train_length() or 0
-    shown = queries or sorted({n for n in (trained // 2, trained, 2 * trained) if 0 < n <= LAST_QUERY})
-    if len(shown) > MOST_QUERIES:
-        raise UserError(f"--query names {len(shown)} positions: choose at most {MOST_QUERIES}")
-    if not shown or max(shown) > LAST_QUERY:
-        problem = f"--query {max(shown)} is out of range" if shown else f"{path} does not record its training length"
+    if wrong := [layer for layer in layers if layer >= count]:
+        raise UserError(f"--layers {wrong[0]}: {path} has layers 0 to {count - 1}")
+    shown_queries = _check_queries(path, queries or _default_queries(checkpoint.train_length() or 0))
+    shown_layers = list(layers) or _default_layers(count)
+    shown_encodings = [layer_encodings[layer] for layer in shown_layers]
+    rows = {query: _query_biases(shown_encodings, query) for query in shown_queries}
+    return biases.draw_query_biases(rows, name, shown_layers if count > 1 else ())
+
+
+def _default_queries(train_length: int) -> list[int]:
+    """Return half, all and twice the training length as positions, as far as they can be drawn."""
+    return sorted({n for n in (train_length // 2, train_length, 2 * train_length) if 0 < n <= LAST_QUERY})
+
+
+def _check_queries(path: Path, queries: Sequence[int]) -> Sequence[int]:
+    if len(queries) > MOST_QUERIES:
+        raise UserError(f"--query names {len(queries)} positions: choose at most {MOST_QUERIES}")
+    if not queries or max(queries) > LAST_QUERY:
+        problem = (
+            f"--query {max(queries)} is out of range" if queries else f"{path} does not record its training length"
+        )
         raise UserError(f"{problem}: choose positions with --query, 0 to {LAST_QUERY}")
-    indices = list(range(len(layer_encodings)))
-    chosen = list(layers) or (
-        indices
-        if len(indices) <= _DEFAULT_LAYERS
-        else [round(k * indices[-1] / (_DEFAULT_LAYERS - 1)) for k in range(_DEFAULT_LAYERS)]
-    )
-    rows = {i: torch.stack([layer_encodings[k].bias_profile(i + 1).flip(-1) for k in chosen]) for i in shown}
-    return biases.draw_query_biases(rows, name, chosen if len(layer_encodings) > 1 else ())
+    return queries
+
+
+def _default_layers(count: int) -> list[int]:
+    """Return the indices of all layers, or of ``_DEFAULT_LAYERS`` evenly spaced ones of more."""
+    if count <= _DEFAULT_LAYERS:
+        return list(range(count))
+    return [round(k * (count - 1) / (_DEFAULT_LAYERS - 1)) for k in range(_DEFAULT_LAYERS)]
+
+
+def _query_biases(layers: Sequence[Encoding], query: int) -> torch.Tensor:
+    """Return the biases of the keys 0 … ``query`` for one query: (layers, H, query + 1)."""
+    # a profile is by distance, and distance 0 is the last key
+    return torch.stack([encoding.bias_profile(query + 1).flip(-1) for encoding in layers])
 
 
 def save_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int], folder: Path) -> str:
@@ -187,6 +207,7 @@ def save_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int],
 
 
 def _index(by_label: Mapping[str, Sequence[Encoding]], head: int | None) -> int:
+    """Return the index of head number ``head`` (from 1), or of the middle one of the heads that all encodings have."""
     heads = min(layers[0].heads for layers in by_label.values())
     if head is not None and head > heads:
         raise UserError(f"--head {head}: there are {heads} heads")
@@ -204,14 +225,16 @@ def draw_gallery(gallery: Gallery, folder: Path, tick: Callable[[], object] = la
     Yields:
         The path of each figure, and last a line on each kind of figure that was not drawn.
     """
-    trained = isinstance(gallery, TrainedGallery)
-    available = {"--sweep": trained, "--data": trained and gallery.data is not None}
+    options: set[str] = set()
+    if isinstance(gallery, TrainedGallery):
+        options = {"--sweep"} if gallery.data is None else {"--sweep", "--data"}
     skipped = []
-    for name, (make, needs, reason) in FIGURES.items():
-        missing = any(option in needs and not is_available for option, is_available in available.items())
-        figures = {} if missing else make(gallery)
+    for name, kind in FIGURES.items():
+        is_available = options.issuperset(kind.options)
+        figures = kind.draw(gallery) if is_available else {}
         if not figures:
-            skipped.append(f"not drawn, {name}: {f'needs {needs}' if missing else reason}")
+            reason = kind.nothing_reason if is_available else f"needs {' and '.join(kind.options)}{kind.options_reason}"
+            skipped.append(f"not drawn, {name}: {reason}")
         for stem, figure in figures.items():
             save(figure, *(folder / f"{stem}.{ending}" for ending in ("png", "pdf")))
             yield f"{folder / stem}.png, also as .pdf"
@@ -308,7 +331,7 @@ def _queries(gallery: TrainedGallery) -> dict[str, Figure]:
             and _has_bias_at(layers[0], gallery.length)
         ):
             shown = sorted({train_length // 2, train_length, gallery.length})
-            rows = {i: torch.stack([e.bias_profile(i + 1).flip(-1) for e in layers]) for i in shown}
+            rows = {query: _query_biases(layers, query) for query in shown}
             figures[f"queries-{slug(name, gallery.seed)}"] = biases.draw_query_biases(rows, name)
     return figures
 
@@ -334,18 +357,39 @@ def _training(gallery: TrainedGallery) -> dict[str, Figure]:
     return figures
 
 
-# kind of figure -> draw function, options that it needs, and reason if there is nothing to draw
-FIGURES: dict[str, tuple[Callable[[Any], dict[str, Figure]], str, str]] = {
-    "heat maps of exp(bias)": (_heat_maps, "", "none has an additive bias"),
-    "bias over distance": (_profiles, "", "none has an additive bias"),
-    "theoretical receptive field": (_theory, "", "no series converges"),
-    "perplexity": (_perplexity, "--sweep", "the sweep has no finished evaluation"),
-    "mean perplexity": (_mean_perplexity, "--sweep", "fewer than two lengths at which all runs were evaluated"),
-    "empirical receptive field": (_attention, "--sweep and --data", "every method transforms positions"),
-    "learned biases of single queries": (
-        _queries,
-        "--sweep, because it shows learned biases",
-        "the sweep has no learned bias of both positions, such as fire",
+class FigureKind(NamedTuple):
+    """A kind of figure of the gallery.
+
+    Attributes:
+        draw: maps the gallery to figures by the stem of their files; none if there is nothing to draw.
+        nothing_reason: why there is nothing to draw, if so.
+        options: options of the command without which ``draw`` is not called.
+        options_reason: why these are needed, as the end of the message.
+    """
+
+    draw: Callable[[Any], dict[str, Figure]]
+    nothing_reason: str
+    options: tuple[str, ...] = ()
+    options_reason: str = ""
+
+
+FIGURES = {
+    "heat maps of exp(bias)": FigureKind(_heat_maps, "none has an additive bias"),
+    "bias over distance": FigureKind(_profiles, "none has an additive bias"),
+    "theoretical receptive field": FigureKind(_theory, "no series converges"),
+    "perplexity": FigureKind(_perplexity, "the sweep has no finished evaluation", ("--sweep",)),
+    "mean perplexity": FigureKind(
+        _mean_perplexity, "fewer than two lengths at which all runs were evaluated", ("--sweep",)
     ),
-    "biases over training": (_training, "--sweep", "no run with learned biases was trained with --log-encodings-every"),
+    "empirical receptive field": FigureKind(_attention, "every method transforms positions", ("--sweep", "--data")),
+    "learned biases of single queries": FigureKind(
+        _queries,
+        "the sweep has no learned bias of both positions, such as fire",
+        ("--sweep",),
+        ", because it shows learned biases",
+    ),
+    "biases over training": FigureKind(
+        _training, "no run with learned biases was trained with --log-encodings-every", ("--sweep",)
+    ),
 }
+"""The kinds of figures by their title, in the order in which they are drawn."""

@@ -17,6 +17,7 @@ from fairseq_rpe.utils.table import Table
 
 NOT_RECORDED = "not recorded"
 _GENERATOR = '<meta name="generator" content="fairseq_rpe '  # marks pages of this command
+_HEAD_BYTES = 1 << 14  # first bytes of a page, among which the generator is
 _MOST_ROWS = 5000  # upper limit of the rows of a table on a page
 
 
@@ -59,7 +60,7 @@ class Commands:
     """Command lines by run.
 
     Attributes:
-        runs: (run, [(stage, command line)]).
+        runs: name of each run, and its stages with the command line of each.
     """
 
     kind: ClassVar[str] = "commands"
@@ -131,8 +132,11 @@ def measurements_part(count: int, build_table: Callable[[], Table], results: str
 
     Args:
         count: number of measurements.
-        build_table: builds the table with a row for each measurement.
+        build_table: builds the table with a row for each measurement; not called if there are too many.
         results: name of the CSV file of the measurements.
+
+    Returns:
+        The chapter.
     """
     too_many = (
         f"{results} has all {count:,} measurements, and the eval.jsonl of each run has their durations. The page shows "
@@ -177,7 +181,7 @@ def check_page_target(flag: str, path: Path) -> None:
     if not path.is_file():
         return
     with open(path, "rb") as file:
-        begin = file.read(1 << 14)
+        begin = file.read(_HEAD_BYTES)
     if begin and _GENERATOR.encode() not in begin:
         raise UserError(
             f"{flag} {shorten_path(path)} is not a page of this command and would be replaced: use another file"

@@ -206,13 +206,17 @@ def load_scores(folder: SweepFolder, record: SweepRecord) -> Scores:
     return Scores(rows, fine_tuning_length, train_length, sorted(averaged))
 
 
-def load_results(folder: SweepFolder, record: SweepRecord) -> Perplexities | Accuracies | Scores:
+# results of a sweep of any kind
+AnyResults = Perplexities | Accuracies | Scores
+
+
+def load_results(folder: SweepFolder, record: SweepRecord) -> AnyResults:
     """Read the results of the finished runs of a sweep.
 
     Raises:
         UserError: there are none.
     """
-    loaders: dict[str, Callable[[SweepFolder, SweepRecord], Perplexities | Accuracies | Scores]]
+    loaders: dict[str, Callable[[SweepFolder, SweepRecord], AnyResults]]
     loaders = {"text": load_perplexities, "algorithms": load_accuracies, "answers": load_scores}
     results = loaders[record.kind](folder, record)
     if not results.results:

@@ -1,4 +1,4 @@
-"""Results of a sweep: reads those that belong to its settings, and computes their means."""
+"""Results of a sweep on text or over generated tasks: those that belong to its settings, and their means."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +18,8 @@ from fairseq_rpe.utils.table import csv_text, log_spaced
 ResultType = TypeVar("ResultType", TextResult, ExactMatchResult, QuestionResult)
 Item = TypeVar("Item")
 Key = TypeVar("Key")
+# Options of an evaluation by hand, whose results are not those of the sweep.
+_EVALUATION_OPTIONS, _BLOCK_OPTIONS = ("compute_dtype", "attention_prune"), ("blocks", "separate_documents")
 MAX_SHOWN_LENGTHS = 48  # upper limit of the length columns in a table; CSV files have all lengths
 SOLVED_PERCENT = 90.0  # a length counts as solved if the accuracy at every depth is at least this, in percent
 
@@ -270,7 +272,11 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def planned_runs(folder: SweepFolder, record: SweepRecord) -> Iterator[tuple[str | None, Method, int, RunFolder]]:
-    """Yield task (None for text), method, seed and run folder of everything that a sweep compares."""
+    """Iterate over everything that a sweep compares, in the order of its reports.
+
+    Yields:
+        The task (a generated task or a question dataset; None for text), the method, the seed and the run folder.
+    """
     for task in record.tasks or (None,):
         for method in map(record.method, record.encodings):
             for seed in record.seeds:
@@ -286,14 +292,10 @@ def load_perplexities(folder: SweepFolder, record: SweepRecord) -> Perplexities:
     train_length = record.settings.tokens
     if train_length is None:
         raise UserError(f"{folder.record_path} does not record the training length: run the sweep again")
-    text_names = {text.digest: name for name, text in record.evaluate.items()}
+    # results by text; None is the training text
     rows: dict[str | None, list[SweepResult[TextResult]]] = {None: [], **{name: [] for name in record.evaluate}}
     for _, method, seed, run in planned_runs(folder, record):
-        by_text: dict[str | None, dict[int, TextResult]] = {}
-        for result in current_results(TextResult, run, method):
-            if result.split == record.settings.split:
-                by_text.setdefault(text_names.get(result.data), {})[result.length] = result
-        for name, by_length in by_text.items():
+        for name, by_length in _results_by_text(record, current_results(TextResult, run, method)).items():
             base = by_length.get(train_length)
             for _, result in sorted(by_length.items()):
                 rows[name].append(SweepResult(method.name, seed, result, result.ppl / base.ppl if base else None))
@@ -304,6 +306,16 @@ def load_perplexities(folder: SweepFolder, record: SweepRecord) -> Perplexities:
         if name is not None and results
     }
     return Perplexities(rows[None], train_length, other_texts, continued)
+
+
+def _results_by_text(record: SweepRecord, results: Iterable[TextResult]) -> dict[str | None, dict[int, TextResult]]:
+    """Return the results on the sweep's split by text (None for the training text) and length, the last of each."""
+    text_names = {text.digest: name for name, text in record.evaluate.items()}
+    by_text: dict[str | None, dict[int, TextResult]] = {}
+    for result in results:
+        if result.split == record.settings.split:
+            by_text.setdefault(text_names.get(result.data), {})[result.length] = result
+    return by_text
 
 
 def load_accuracies(folder: SweepFolder, record: SweepRecord) -> Accuracies:
@@ -333,15 +345,18 @@ def current_results(
 ) -> list[ResultType]:
     """Read the results that belong to a method's settings and to the checkpoint of its finished run.
 
-    A result counts only if it has the checkpoint's digest, the method's ``positions_eval`` and ``rpe_eval``, the
-    default number of position samples, and replaces nothing else. If there are results with one sample for all blocks
-    and with one sample for each block, the latter count.
+    A result belongs to them if it has the checkpoint's digest, the method's ``positions_eval`` and ``rpe_eval`` and the
+    default number of position samples, and was measured without options that a sweep never has. Of a result with
+    one sample for all blocks and one of the same settings with a sample for each block, only the latter is returned.
 
     Args:
         kind: type of the results.
         run: run folder.
         method: the method.
         which: checkpoint of the run, last or best.
+
+    Returns:
+        The results, one for each of their settings; empty if the run is not finished.
     """
     record = run.checkpoints.read_record()
     if record is None:
@@ -353,8 +368,9 @@ def current_results(
         if result.checkpoint == record.finished.digest(which)
         and (result.positions, result.rpe) == (method.positions_eval, method.rpe_eval)
         and result.draws in (None, draws)
-        and not any(getattr(result, key, None) for key in ("compute_dtype", "attention_prune"))
-        and not any(getattr(result, key, None) is not None for key in ("blocks", "separate_documents"))
+        and not any(getattr(result, key, None) for key in _EVALUATION_OPTIONS)
+        # here False is an option, too: the opposite of the training's setting
+        and not any(getattr(result, key, None) is not None for key in _BLOCK_OPTIONS)
     ]
     # earlier versions drew random positions once for all blocks (draws=None): newer results override theirs
     results.sort(key=lambda result: result.draws or 0)

@@ -11,25 +11,37 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from fairseq_rpe.reports.question_scores import Scores
-from fairseq_rpe.reports.sweep_results import Accuracies, Perplexities, group_by, planned_runs
+from fairseq_rpe.reports.question_scores import AnyResults, Scores
+from fairseq_rpe.reports.sweep_results import Perplexities, group_by, planned_runs
 from fairseq_rpe.runs.run_folder import RunRecord
 from fairseq_rpe.runs.settings import IDENTITY
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord, slug
 
-_QUANTITY = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')
+_QUANTITY = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')  # key of a logged quantity of a layer or head
 RunSettings = dict[str, str | float]
 
 
-def write_tensorboard(
-    folder: SweepFolder, record: SweepRecord, results: Perplexities | Accuracies | Scores, target: Path
-) -> None:
+class _MetricTags(NamedTuple):
+    """Tags of a sweep's evaluations.
+
+    Attributes:
+        names: names of the metrics, the columns of the HParams tab, by tag.
+        curve: tag of the curve of each run.
+        title: title of the chart of all curves.
+    """
+
+    names: dict[str, str]
+    curve: str
+    title: str
+
+
+def write_tensorboard(folder: SweepFolder, record: SweepRecord, results: AnyResults, target: Path) -> None:
     """Write a sweep's evaluations in place of the folder ``target``.
 
     Args:
@@ -38,17 +50,9 @@ def write_tensorboard(
         results: results of the sweep.
         target: folder to replace.
     """
-    if isinstance(results, Perplexities):
-        names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in results.shown_lengths}
-        tag, title = "1_by_length/ppl", "perplexity over evaluation length (step = tokens)"
-    elif isinstance(results, Scores):
-        names = {f"score_at/{n}": f"mean score (%) at {n} tokens" for n in results.lengths}
-        tag, title = "1_by_length/score", "mean score in % over context length (step = tokens)"
-    else:
-        names = {f"exact/{items}": f"exact match (%), {items}" for items in ("trained", "beyond", "all")}
-        tag, title = "1_by_items/exact", "exact match in % over items (step = items)"
+    tags = _metric_tags(results)
     # runs of earlier versions log their losses without a group
-    charts = {title: tag, "validation loss (bits per token)": "2_validation/loss"}
+    charts = {tags.title: tags.curve, "validation loss (bits per token)": "2_validation/loss"}
     charts |= {"training loss (bits per token)": "(?:3_training/)?loss", "validation perplexity": "2_validation/ppl"}
     charts |= _encoding_charts(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -62,16 +66,26 @@ def write_tensorboard(
                 sessions.append(_run_settings(record, task, method, seed, run.checkpoints.read_record() or RunRecord()))
                 session = new_folder / slug(f"{task}@{label}" if task else label, seed)
                 metrics, curve = _metrics_and_curve(replace(results, results=rows), label, task)
-                _write_session(session, sessions[-1], {k: v for k, v in metrics.items() if k in names}, curve, tag)
-        _write_experiment(new_folder, charts, names, sessions)
+                shown = {key: value for key, value in metrics.items() if key in tags.names}
+                _write_session(session, sessions[-1], shown, curve, tags.curve)
+        _write_experiment(new_folder, charts, tags.names, sessions)
         if target.exists():
             target.rename(Path(name) / "old")
         new_folder.rename(target)
 
 
-def _metrics_and_curve(
-    results: Perplexities | Accuracies | Scores, label: str, task: str | None
-) -> tuple[dict[str, float], dict[int, float]]:
+def _metric_tags(results: AnyResults) -> _MetricTags:
+    if isinstance(results, Perplexities):
+        names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in results.shown_lengths}
+        return _MetricTags(names, "1_by_length/ppl", "perplexity over evaluation length (step = tokens)")
+    if isinstance(results, Scores):
+        names = {f"score_at/{n}": f"mean score (%) at {n} tokens" for n in results.lengths}
+        return _MetricTags(names, "1_by_length/score", "mean score in % over context length (step = tokens)")
+    names = {f"exact/{items}": f"exact match (%), {items}" for items in ("trained", "beyond", "all")}
+    return _MetricTags(names, "1_by_items/exact", "exact match in % over items (step = items)")
+
+
+def _metrics_and_curve(results: AnyResults, label: str, task: str | None) -> tuple[dict[str, float], dict[int, float]]:
     """Return one run's metrics by tag, and its curve by step."""
     if isinstance(results, Perplexities):
         curve = {row.result.length: row.result.ppl for row in results.results}
@@ -131,6 +145,7 @@ def _write_experiment(
     """
     keys = dict.fromkeys(key for chosen in sessions for key in chosen)
     values = {key: list(dict.fromkeys(chosen[key] for chosen in sessions if key in chosen)) for key in keys}
+    # torch builds the summary of the columns, with the tag of each metric as its title; the titles are replaced below
     columns, _, _ = hparams({key: v[0] for key, v in values.items()}, dict.fromkeys(metrics, 0.0), values)
     about = columns.value[0].metadata.plugin_data
     data = HParamsPluginData.FromString(about.content)

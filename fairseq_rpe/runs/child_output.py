@@ -18,15 +18,18 @@ from fairseq_rpe.core.errors import DEBUG_VARIABLE
 from fairseq_rpe.runs.log import TRAINING_LINE
 from fairseq_rpe.runs.progress_view import ProgressView
 
+# prefix that torchrun puts before a line of a process
 _RANK = re.compile(r"\[rank\d+\]: ")
 _ERROR = re.compile(r"(error: |\w*(Error|Exception|Interrupt)\b)")
 # messages that follow from an earlier error
 _CONSEQUENCE = re.compile(r"error: fairseq-train ended|.*(by peer|Broken pipe)")
+# first line of a traceback or error message, from which on output is held back
 _FAILURE = re.compile(r"(\[rank\d+\]: )?(Traceback \(most recent call last\):|error: )")
+# line of Python's logging, which is never held back
 _LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \| [A-Z]+ \| ")
 _MAX_LINES = 10_000  # lines that are held back, or searched for the reason of a failure
-_WAIT_SECONDS = 5.0
-_TICK_SECONDS = 1.0
+_WAIT_SECONDS = 5.0  # for the rest of the output, after the child has ended
+_TICK_SECONDS = 1.0  # without output, after which the view is refreshed
 
 
 def error_line(lines: Iterable[str]) -> str:
@@ -74,7 +77,7 @@ class ChildExit:
     """How a training ended.
 
     Attributes:
-        code: exit code.
+        code: exit code; negative for a signal.
         reason: one line, empty if the code is 0.
         began_training: whether at least the first epoch was set up.
     """
@@ -127,12 +130,14 @@ class OutputRelay:
             thread.join(_WAIT_SECONDS)
         if self._view is not None:
             self._view.close()
+        # popleft, because after the timeout above a thread may still append lines
         while code == 0 and self._withheld:
             stream, line = self._withheld.popleft()
             stream.write(line)
         return ChildExit(code, self._failure_reason(code) if code else "", self._has_begun)
 
     def _failure_reason(self, code: int) -> str:
+        """Return in one line why a child failed that ended with ``code`` != 0."""
         if code < 0:
             killed = f"fairseq-train was ended by {signal.Signals(-code).name}"
             by_kernel = ", perhaps for lack of memory: use smaller batches" if -code == signal.SIGKILL else ""
@@ -141,7 +146,7 @@ class OutputRelay:
         if not error:
             return f"fairseq-train ended with code {code} and without a message"
         if any(line.rstrip().endswith(f"error: {error}") for line in self._lines):
-            return error
+            return error  # a message of this package, which is complete
         more = (
             "; run again with --debug for the traceback"
             if self._has_traceback and DEBUG_VARIABLE not in os.environ
@@ -150,6 +155,7 @@ class OutputRelay:
         return f"fairseq-train failed: {error}{more}"
 
     def _read(self, pipe: IO[bytes], stream: TextIO) -> None:
+        """Pass on the lines of a pipe until it is closed; runs in a thread for each pipe."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         rest, is_withheld = "", False
         while chunk := self._chunk(pipe.fileno()):
@@ -162,6 +168,7 @@ class OutputRelay:
             stream.flush()
 
     def _chunk(self, handle: int) -> bytes:
+        """Wait for output and return it, empty at its end; refreshes the view while there is none."""
         if self._view is not None:
             with selectors.DefaultSelector() as selector:
                 selector.register(handle, selectors.EVENT_READ)
@@ -181,6 +188,7 @@ class OutputRelay:
                 print(f"the log cannot be written ({reason}): training continues without it", file=sys.stderr)
 
     def _pass_on(self, line: str, stream: TextIO, is_withheld: bool) -> bool:
+        """Store a line, and pass it on or hold it back; return whether the next one is held back."""
         self._lines.append(line)
         self._write_log(line)
         self._has_begun = self._has_begun or TRAINING_LINE in line

@@ -13,9 +13,12 @@ class Defaults:
     """Training defaults of an architecture.
 
     Attributes:
-        tokens: training length.
+        tokens: training length in tokens.
+        updates: updates of the whole training.
         batch_sentences: sequences of one process and accumulation step.
+        lr: peak learning rate.
         warmup: updates of warm-up.
+        dropout: probability of dropout.
         save_every: updates between checkpoints.
         threads: threads of each process, ``None`` for an equal share of the cores; OMP_NUM_THREADS overrides it.
         schedule: ``inverse_sqrt``, ``linear`` down to zero at the last update, or ``cosine``.
@@ -32,8 +35,8 @@ class Defaults:
     schedule: str = "inverse_sqrt"
 
 
-# Minutes on a laptop: enough to see which encodings break beyond the training length. One thread,
-# because sums over several threads depend on their number: so the same command gives the same bits on any machine.
+# Minutes on a laptop: enough to see which encodings break beyond the training length. One thread, because sums over
+# several threads depend on their number; with one thread the same command gives the same bits on any machine.
 _TINY = Defaults(tokens=64, updates=400, batch_sentences=16, lr=2e-3, warmup=80, dropout=0.0, save_every=200, threads=1)
 # The common published setting: 128 sequences of 512 tokens, 50k updates, 4k of them warm-up.
 _PAPER = Defaults(
@@ -93,11 +96,9 @@ def check_arch(arch: str, module: Path | None) -> None:
     Raises:
         UserError: the architecture is unknown.
     """
-    is_registered_by_module = module is not None and arch.startswith(ARCH_PREFIX)
-    if (
-        full_arch_name(arch) not in (archs := [ARCH_PREFIX + size for size in MODEL_SIZES])
-        and not is_registered_by_module
-    ):
+    may_be_registered = module is not None and arch.startswith(ARCH_PREFIX)
+    archs = [ARCH_PREFIX + size for size in MODEL_SIZES]
+    if full_arch_name(arch) not in archs and not may_be_registered:
         shorts = ", ".join(MODEL_SIZES)
         raise UserError(
             f"--arch {arch} is not one of {shorts} (or {archs[0]} and so on){did_you_mean(arch, MODEL_SIZES)}"

@@ -13,6 +13,7 @@ from fairseq_rpe.runs.run_folder import TrainingStart
 from fairseq_rpe.utils import devices
 from fairseq_rpe.utils.files import PACKAGE_DIR
 
+# names under which fairseq may be installed
 _FAIRSEQ = ("ve-fairseq", "fairseq")
 
 
@@ -53,6 +54,7 @@ def git_commit(folder: Path) -> str | None:
     Returns:
         The commit, followed by "with changes" if files of the folder differ from it; None if git does not track it.
     """
+    # A package in site-packages may be inside of a repository that does not track it.
     if _output_of("git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     head = _output_of("git", "-C", str(folder), "rev-parse", "HEAD")
@@ -61,6 +63,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def _version(name: str) -> str | None:
+    """Return the version of an installed package, None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -68,6 +71,7 @@ def _version(name: str) -> str | None:
 
 
 def _processor() -> str:
+    """Return the name of the processor, as exactly as the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,10 +1,13 @@
 """Settings that a training takes over from a checkpoint: architecture, dropout, positions and rotation."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fairseq_rpe.models  # noqa: F401  (before fairseq: registers, and makes its import faster)
+# Before fairseq: registers the architectures, and makes the import of fairseq faster.
+import fairseq_rpe.models  # noqa: F401
 
 # isort: split
 from fairseq.models import ARCH_CONFIG_REGISTRY
@@ -31,7 +34,8 @@ _REQUEST_FIELDS = {
     "compute_dtype": "compute_dtype",
     "rpe_share": "rpe_share",
 }
-# settings that depend on the text or the machine, or that the new training sets; pruned layers are gone already
+# Settings that depend on the text or the machine, or that the new training sets. `decoder_layers_to_keep` is among them
+# because the checkpoint has only the layers that were kept.
 _NOT_INHERITED = {"max_target_positions", "tokens_per_sample", "add_bos_token", "tpu", "checkpoint_activations"}
 _NOT_INHERITED |= {"offload_activations", "min_params_to_wrap", "relu_dropout", "attention_backend"}
 _NOT_INHERITED |= {"decoder_layers_to_keep", "positions_train", "positions_eval", "decoder_xformers_att_config"}
@@ -50,23 +54,24 @@ def architecture_settings(checkpoint: RpeCheckpoint) -> dict[str, object]:
     Raises:
         UserError: the architecture is unknown, or no flag expresses one of its settings.
     """
-    name, model = checkpoint.arch, checkpoint.model
-    if name not in ARCH_CONFIG_REGISTRY:
-        raise UserError(f"{checkpoint.path} has the architecture '{name}', unknown here: give --rpe-module FILE")
+    arch, model = checkpoint.arch, checkpoint.model
+    if arch not in ARCH_CONFIG_REGISTRY:
+        raise UserError(f"{checkpoint.path} has the architecture '{arch}', unknown here: give --rpe-module FILE")
     defaults = SimpleNamespace()
-    ARCH_CONFIG_REGISTRY[name](defaults)
+    ARCH_CONFIG_REGISTRY[arch](defaults)
     extra: list[str] = []
     for field in fields(TransformerRPELMConfig):
         key = field.name
         if key.startswith(("_", "rpe", "char")) or key in _NOT_INHERITED or key in _REQUEST_FIELDS:
-            continue
+            continue  # private, of the encoding (from --rpe), of a character embedding, or not by a flag in `extra`
         if key in model and model[key] != getattr(defaults, key, field.default):
             extra += _flag(key, model[key], checkpoint)
-    settings = {request: model[key] for key, request in _REQUEST_FIELDS.items() if model.get(key) is not None}
-    return {"arch": name, **settings, "extra": tuple(extra)}
+    settings = {name: model[key] for key, name in _REQUEST_FIELDS.items() if model.get(key) is not None}
+    return {"arch": arch, **settings, "extra": tuple(extra)}
 
 
 def _flag(key: str, value: Any, checkpoint: RpeCheckpoint) -> list[str]:
+    """Return the words of the flag of fairseq-train that sets ``key`` to ``value``."""
     flag = "--" + key.replace("_", "-")
     if value is True:
         return [flag]
@@ -97,52 +102,87 @@ def with_checkpoint_settings(request: TrainingRequest) -> TrainingRequest:
     """Complete a training on questions with the architecture, dropout and positions of the checkpoint it starts from.
 
     The new checkpoint keeps the original training length as its own (``--rpe-train-length``), so that ``factor=auto``,
-    a default ``original_length`` and interpolated positions refer to it, not to the length of the questions. Flags that
-    the architecture needs beside its name are added unless ``extra`` has one of them.
+    a default ``original_length`` and interpolated positions refer to it, not to the length of the questions.
 
     Args:
         request: a training with ``finetune_from`` and ``data``.
 
     Returns:
-        The request; its own settings stay.
+        The request; settings that it states stay. Flags of fairseq-train are added to ``extra`` as
+        :func:`_add_architecture_flags` describes.
 
     Raises:
         UserError: the checkpoint cannot be used, its parameters are not those of ``rpe``, or its vocabulary is not that
             of ``data``.
     """
-    path, data = request.finetune_from, request.data
-    assert path is not None and data is not None
-    checkpoint = checkpoints.load(path)
+    assert request.finetune_from is not None and request.data is not None
+    checkpoint = checkpoints.load(request.finetune_from)
+    train_length = _check_checkpoint(checkpoint, request.data)
+    settings: dict[str, Any] = architecture_settings(checkpoint)
+    extra = _add_architecture_flags(request, settings["arch"], settings.pop("extra"))
+    if _LENGTH not in _flag_names(request.extra):
+        extra = (*extra, _LENGTH, str(train_length))
+    if request.positions_train is None:
+        # The two belong together: a new training transform has a default transform of evaluation of its own.
+        settings |= {key: checkpoint.model.get(key) for key in ("positions_train", "positions_eval")}
+    if request.rpe_module is not None:
+        encodings.load_module(request.rpe_module)
+    if not _allows_sharing(request.rpe, checkpoint, train_length, settings.get("rpe_share")):
+        settings.pop("rpe_share", None)
+    sharing = request.rpe_share or str(settings.get("rpe_share") or "auto")
+    _check_encoding_weights(request.rpe, checkpoint, train_length, sharing)
+    missing = {key: value for key, value in settings.items() if getattr(request, key) is None}
+    return replace(request, **missing, extra=extra)
+
+
+def _check_checkpoint(checkpoint: RpeCheckpoint, data: Path) -> int:
+    """Check model and vocabulary of a checkpoint that is to be trained on ``data``; return its training length."""
     checkpoint.require_rpe_model()
     check_model_size(checkpoint)
     check_vocabulary(checkpoint, read_dictionary(data / "dict.txt"), data)
-    original = checkpoint.train_length()
-    if not original:
-        raise UserError(f"{path} does not record its training length: train it again")
-    settings: dict[str, Any] = architecture_settings(checkpoint)
-    extra, flags = request.extra, {word.partition("=")[0] for word in request.extra}
-    needed = settings.pop("extra")
-    if not flags & set(needed) and (request.arch is None or full_arch_name(request.arch) == settings["arch"]):
-        extra = (*needed, *extra)
-    if request.positions_train is None:
-        settings["positions_train"] = checkpoint.model.get("positions_train")
-        settings["positions_eval"] = checkpoint.model.get("positions_eval")
-    if request.rpe_module is not None:
-        encodings.load_module(request.rpe_module)
+    train_length = checkpoint.train_length()
+    if not train_length:
+        raise UserError(f"{checkpoint.path} does not record its training length: train it again")
+    return train_length
+
+
+def _flag_names(words: Sequence[str]) -> set[str]:
+    """Return the flags among words of a command line, without values that are joined to them by ``=``."""
+    return {word.partition("=")[0] for word in words}
+
+
+def _add_architecture_flags(request: TrainingRequest, arch: str, flags: Sequence[str]) -> tuple[str, ...]:
+    """Return ``extra`` with the flags by which the checkpoint's model differs from its named architecture.
+
+    They are added all or none: none if ``extra`` already sets one of them, or if the request names another
+    architecture, because the others alone would describe neither model.
+    """
+    has_same_arch = request.arch is None or full_arch_name(request.arch) == arch
+    if not has_same_arch or _flag_names(request.extra) & set(flags):
+        return request.extra
+    return (*flags, *request.extra)
+
+
+def _decoder_size(checkpoint: RpeCheckpoint) -> tuple[int, int, int]:
+    """Return attention heads, model width and layers of a checkpoint."""
     heads, width, layers = (
         checkpoint.integer_setting(f"decoder_{key}") for key in ("attention_heads", "embed_dim", "layers")
     )
-    sharing_modes = encodings.build(request.rpe, heads, width, original).sharing_modes
-    if settings.get("rpe_share") not in ("auto", *sharing_modes):
-        settings.pop("rpe_share", None)
-    sharing = request.rpe_share or str(settings.get("rpe_share") or "auto")
-    model_encodings = build_for_model(request.rpe, heads, width, layers, original, share=sharing)
+    return heads, width, layers
+
+
+def _allows_sharing(rpe: str, checkpoint: RpeCheckpoint, train_length: int, sharing: str | None) -> bool:
+    """Return whether the encoding ``rpe`` can be shared among layers as in the checkpoint."""
+    heads, width, _ = _decoder_size(checkpoint)
+    return sharing in ("auto", *encodings.build(rpe, heads, width, train_length).sharing_modes)
+
+
+def _check_encoding_weights(rpe: str, checkpoint: RpeCheckpoint, train_length: int, sharing: str) -> None:
+    """Check that the encoding ``rpe`` has the parameters of the checkpoint's encoding."""
+    heads, width, layers = _decoder_size(checkpoint)
+    model_encodings = build_for_model(rpe, heads, width, layers, train_length, share=sharing)
     if mismatch := load_weights(model_encodings, checkpoint.encoding_weights):
         raise UserError(
-            f"--rpe {request.rpe} has other parameters than {path} has learned with '{checkpoint.encoding}' "
+            f"--rpe {rpe} has other parameters than {checkpoint.path} has learned with '{checkpoint.encoding}' "
             f"({mismatch}): name that encoding, or one with the same parameters"
         )
-    if _LENGTH not in flags:
-        extra = (*extra, _LENGTH, str(original))
-    missing = {key: value for key, value in settings.items() if getattr(request, key) is None}
-    return replace(request, **missing, extra=extra)

@@ -16,13 +16,14 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import processes, training_data
 from fairseq_rpe.runs.child_output import ChildExit, OutputRelay
 from fairseq_rpe.runs.progress_view import ProgressView
-from fairseq_rpe.runs.settings import PROGRESS, TrainingPlan, TrainingRequest
+from fairseq_rpe.runs.settings import PROGRESS, ResolvedSettings, TrainingPlan, TrainingRequest
 from fairseq_rpe.utils import devices
 from fairseq_rpe.utils.child_processes import module_command, python_command
 from fairseq_rpe.utils.files import PACKAGE_DIR
 
+# A port of the first node for each SLURM job, derived from the job's number, so that jobs on one machine differ.
 _FIRST_PORT, _PORTS = 20000, 10000
-# shell expressions that a SLURM job evaluates to what ``current_node`` returns
+# Shell expressions that a SLURM job evaluates to what ``current_node`` returns.
 _NODE_RANK = "$SLURM_NODEID"
 _MASTER = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
@@ -105,9 +106,9 @@ def training_command(request: TrainingRequest, plan: TrainingPlan, node: Node, g
 
     Args:
         request: options of the training.
-        plan: what the request resolves to.
+        plan: settings and numbers of updates that the request resolves to.
         node: the node.
-        gpus: GPUs to train on; 0 for processors.
+        gpus: number of GPUs on this node to train on; 0 for processors.
 
     Returns:
         Program and arguments.
@@ -135,36 +136,12 @@ def training_command(request: TrainingRequest, plan: TrainingPlan, node: Node, g
 def _fairseq_flags(request: TrainingRequest, plan: TrainingPlan) -> list[str]:
     """Return the flags of fairseq-train, without those for devices and processes."""
     s = plan.settings
-    if request.algorithm:
-        flags = ["--task", "rpe_algorithmic", "--algorithm", s.data or "", "--criterion", "answer_cross_entropy"]
-    elif training_data.is_question_data(request.data):
-        flags = [str(request.data), "--task", "rpe_answers", "--criterion", "answer_cross_entropy"]
-        flags += ["--tokens-per-sample", str(s.tokens)]
-    elif s.blocks is not None or s.separate_documents:
-        flags = [str(request.data), "--task", "rpe_language_modeling", "--criterion", "lm_cross_entropy"]
-        flags += ["--blocks", s.effective("blocks"), *(["--separate-documents"] if s.separate_documents else [])]
-        flags += ["--tokens-per-sample", str(s.tokens)]
-    else:
-        flags = [str(request.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
-        flags += ["--sample-break-mode", "none", "--tokens-per-sample", str(s.tokens)]
+    flags = _task_flags(request, s)
     flags += ["--user-dir", str(PACKAGE_DIR), "--arch", s.arch]
     flags += ["--rpe", s.rpe, "--rpe-share", s.rpe_share, "--attention-backend", request.attention_backend]
     flags += ["--positions-train", s.positions_train]
-    if s.blocks == "document":
-        # rows of single documents may be short, so the batch is limited in tokens
-        flags += ["--max-tokens", str(s.batch_sentences * s.tokens), "--required-batch-size-multiple", "1"]
-    else:
-        flags += ["--batch-size", str(s.batch_sentences)]
-    flags += ["--update-freq", str(s.update_freq)]
-    flags += ["--optimizer", "adam", "--adam-betas", str(s.effective("betas"))]
-    flags += ["--weight-decay", repr(s.effective("weight_decay")), "--clip-norm", repr(s.effective("clip_norm"))]
-    flags += ["--lr", repr(s.lr), "--warmup-updates", str(s.warmup)]
-    if s.schedule == "linear":
-        flags += ["--lr-scheduler", "polynomial_decay", "--total-num-update", str(s.last_update)]
-    elif s.schedule == "cosine":
-        flags += ["--lr-scheduler", "cosine", "--min-lr", repr(s.effective("min_lr")), "--warmup-init-lr", "1e-7"]
-    else:
-        flags += ["--lr-scheduler", "inverse_sqrt", "--warmup-init-lr", "1e-7"]
+    flags += _batch_flags(s)
+    flags += _optimiser_flags(s)
     flags += ["--dropout", repr(s.dropout), "--seed", str(s.seed), "--max-update", str(plan.updates)]
     flags += ["--save-dir", str(request.out), "--save-interval-updates", str(plan.save_every)]
     flags += ["--keep-interval-updates", "1", "--no-epoch-checkpoints", "--num-workers", "0"]
@@ -187,25 +164,63 @@ def _fairseq_flags(request: TrainingRequest, plan: TrainingPlan) -> list[str]:
     return flags + list(request.extra)
 
 
+def _task_flags(request: TrainingRequest, s: ResolvedSettings) -> list[str]:
+    """Return the flags for the data and the criterion: a generated task, questions, or text."""
+    if request.algorithm:
+        return ["--task", "rpe_algorithmic", "--algorithm", s.data or "", "--criterion", "answer_cross_entropy"]
+    tokens = ["--tokens-per-sample", str(s.tokens)]
+    if training_data.is_question_data(request.data):
+        return [str(request.data), "--task", "rpe_answers", "--criterion", "answer_cross_entropy", *tokens]
+    if s.blocks is not None or s.separate_documents:
+        flags = [str(request.data), "--task", "rpe_language_modeling", "--criterion", "lm_cross_entropy"]
+        flags += ["--blocks", s.effective("blocks"), *(["--separate-documents"] if s.separate_documents else [])]
+        return [*flags, *tokens]
+    flags = [str(request.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
+    return [*flags, "--sample-break-mode", "none", *tokens]
+
+
+def _batch_flags(s: ResolvedSettings) -> list[str]:
+    """Return the flags for the size of a batch and the number of accumulated batches."""
+    if s.blocks == "document":
+        # rows of single documents may be short, so the batch is limited in tokens
+        flags = ["--max-tokens", str(s.batch_sentences * s.tokens), "--required-batch-size-multiple", "1"]
+    else:
+        flags = ["--batch-size", str(s.batch_sentences)]
+    return [*flags, "--update-freq", str(s.update_freq)]
+
+
+def _optimiser_flags(s: ResolvedSettings) -> list[str]:
+    """Return the flags for Adam and the learning-rate schedule."""
+    flags = ["--optimizer", "adam", "--adam-betas", str(s.effective("betas"))]
+    flags += ["--weight-decay", repr(s.effective("weight_decay")), "--clip-norm", repr(s.effective("clip_norm"))]
+    flags += ["--lr", repr(s.lr), "--warmup-updates", str(s.warmup)]
+    if s.schedule == "linear":
+        return [*flags, "--lr-scheduler", "polynomial_decay", "--total-num-update", str(s.last_update)]
+    if s.schedule == "cosine":
+        flags += ["--lr-scheduler", "cosine", "--min-lr", repr(s.effective("min_lr"))]
+    else:
+        flags += ["--lr-scheduler", "inverse_sqrt"]
+    return [*flags, "--warmup-init-lr", "1e-7"]
+
+
 def count_gpus(request: TrainingRequest, dry: bool = False) -> int:
     """Return the number of GPUs on this machine that a training uses.
 
     Args:
         request: options of the training.
-        dry: do not check that the GPUs exist.
+        dry: whether the training only is described, perhaps for another machine: then nothing is checked.
 
     Returns:
-        GPUs; 0 if the training runs on processors or fairseq chooses the device.
+        Number of GPUs; 0 if the training runs on processors or fairseq chooses the device.
 
     Raises:
         UserError: there are fewer GPUs or cores than requested.
     """
     if request.device == "auto" and request.world_size == 1:
         return 0
-    if dry and request.device == "cpu":
-        return 0
     if dry:
-        return request.nproc if request.device == "cuda" else len(devices.gpu_names())
+        counts = {"cpu": 0, "cuda": request.nproc}
+        return counts[request.device] if request.device in counts else len(devices.gpu_names())
     count = len(devices.visible_gpus(request.device, request.nproc))
     if not count and request.nproc > (most := max(16, 4 * processes.available_cores())):
         raise UserError(f"--nproc {request.nproc}: the {processes.available_cores()} cores here take {most} at most")
@@ -218,19 +233,20 @@ def threads_per_process(request: TrainingRequest) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(number))
 
 
-def malloc_settings(used: int) -> dict[str, str]:
+def malloc_settings(gpus: int) -> dict[str, str]:
     """Return environment variables for glibc's malloc that keep memory for the next update.
 
     On a CPU malloc otherwise returns large tensors to the kernel and fetches them again, page by page, in each update.
 
     Args:
-        used: GPUs of the training; with any, no variables are needed.
+        gpus: number of GPUs of the training; with any, no variables are needed.
 
     Returns:
         Variables that the user has not set.
     """
-    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-    return {} if used else {name: value for name, value in keep.items() if name not in os.environ}
+    # No separate mappings for large blocks, and no return of memory below 1 TiB.
+    variables = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    return {} if gpus else {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def launch_training(
@@ -245,7 +261,7 @@ def launch_training(
 
     Args:
         request: options of the training.
-        plan: what the request resolves to.
+        plan: settings and numbers of updates that the request resolves to.
         node: this node.
         inherited: file descriptors that the training keeps open, so that their locks last as long as it does.
         log: file that takes the output; see :class:`~fairseq_rpe.runs.child_output.OutputRelay`.
@@ -254,12 +270,12 @@ def launch_training(
     Returns:
         How the training ended.
     """
-    used = count_gpus(request)
-    environment = {"OMP_NUM_THREADS": threads_per_process(request)} | malloc_settings(used)
+    gpus = count_gpus(request)
+    environment = {"OMP_NUM_THREADS": threads_per_process(request)} | malloc_settings(gpus)
     # one pipe for both streams keeps the order of their lines
     errors = None if view is not None or _share_output() else subprocess.PIPE
-    words = training_command(request, plan, node, used)
-    child = processes.spawn(words, environment, subprocess.PIPE, inherited, errors)
+    command = training_command(request, plan, node, gpus)
+    child = processes.spawn(command, environment, log=subprocess.PIPE, keep_open=inherited, errors=errors)
     relay = OutputRelay(child, log, view)
     try:
         processes.wait(child, relay.mute)

@@ -10,13 +10,15 @@ from statistics import median
 _STATISTICS = re.compile(r"\| (train_inner|train|valid) \| (\{.*\})\s*$")
 TRAINING_LINE = "| fairseq_cli.train | training on "
 EPOCH_LINE = "| fairseq_cli.train | Start iterating over samples"  # at each epoch, after its batches are made
+# fact of a run, a field of TrainLog -> pattern of its value
 _FACTS = {
     "parameters": r"num\. shared model params: ([\d,]+)",
     "vocabulary": r"\| dictionary: ([\d,]+) types",
     "backend": r"\| attention backend: (\S+)",
     "data": r"\| loaded [\d,]+ examples from: (.+)/train\s*$",
 }
-_NEEDED = {"train_inner": {"num_updates", "loss"}, "train": set(), "valid": {"valid_loss"}}
+# kind of a line of statistics -> values without which it is damaged
+_REQUIRED = {"train_inner": {"num_updates", "loss"}, "train": set(), "valid": {"valid_loss"}}
 
 
 @dataclass
@@ -60,8 +62,9 @@ def parse_statistics(line: str) -> tuple[str, dict[str, float]] | None:
         values = {key: float(value) for key, value in json.loads(match[2]).items()}
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
-    whole = all(math.isfinite(value) for key, value in values.items() if key.endswith("num_updates"))
-    return (kind, values) if whole and _NEEDED[kind] <= values.keys() else None
+    # a damaged line may have Infinity or NaN for the number of updates, which is no integer
+    has_updates = all(math.isfinite(value) for key, value in values.items() if key.endswith("num_updates"))
+    return (kind, values) if has_updates and _REQUIRED[kind] <= values.keys() else None
 
 
 def parse_fact(name: str, line: str) -> str | None:
@@ -117,29 +120,34 @@ def read_log(path: Path) -> TrainLog:
     log = TrainLog()
     if not path.is_file():
         return log
-    walls, speeds = [0.0], []
+    start_seconds = [0.0]  # of each start: its time up to its last line so far
+    speeds: list[float] = []  # tokens per second
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if TRAINING_LINE in line:
-            walls.append(0.0)
-            continue
-        if (statistics := parse_statistics(line)) is None:
-            for name in _FACTS:
-                if (text := parse_fact(name, line)) is not None:
-                    is_number = name in ("parameters", "vocabulary")
-                    setattr(log, name, int(text.replace(",", "")) if is_number else text)
-            continue
-        kind, values = statistics
-        prefix = "" if kind == "train_inner" else f"{kind}_"
-        update = int(values.get(f"{prefix}num_updates", 0))
-        if kind == "valid":
-            log.valid[update] = values["valid_loss"]
-            continue
-        walls[-1] = values.get(f"{prefix}wall", walls[-1])
-        if kind == "train_inner":
-            # a resumed run repeats the updates after its last checkpoint
-            log.loss[update] = values["loss"]
-            speeds.append(values.get("wps", math.nan))
-    speeds = [speed for speed in speeds if speed > 0]
-    log.seconds = sum(walls) or None
+            start_seconds.append(0.0)
+        elif (statistics := parse_statistics(line)) is None:
+            _add_facts(log, line)
+        else:
+            kind, values = statistics
+            prefix = "" if kind == "train_inner" else f"{kind}_"
+            update = int(values.get(f"{prefix}num_updates", 0))
+            if kind == "valid":
+                log.valid[update] = values["valid_loss"]
+                continue
+            start_seconds[-1] = values.get(f"{prefix}wall", start_seconds[-1])
+            if kind == "train_inner":
+                # a resumed run repeats the updates after its last checkpoint: the later values count
+                log.loss[update] = values["loss"]
+                speeds.append(values.get("wps", math.nan))
+    speeds = [speed for speed in speeds if speed > 0]  # drops NaN, too
+    log.seconds = sum(start_seconds) or None
     log.tokens_per_second = median(speeds) if speeds else None
     return log
+
+
+def _add_facts(log: TrainLog, line: str) -> None:
+    """Store the facts of the run that a line states."""
+    for name in _FACTS:
+        if (text := parse_fact(name, line)) is not None:
+            is_number = name in ("parameters", "vocabulary")
+            setattr(log, name, int(text.replace(",", "")) if is_number else text)

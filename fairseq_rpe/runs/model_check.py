@@ -20,13 +20,14 @@ from fairseq_rpe.runs.settings import IDENTITY, TrainingPlan, TrainingRequest
 from fairseq_rpe.utils import devices
 
 _LENGTH = "--rpe-train-length"
+# in the order of the fields of ModelSize
 _SIZES = ("--decoder-layers", "--decoder-embed-dim", "--decoder-attention-heads")
 _LAYERS_TO_KEEP = "--decoder-layers-to-keep"
 REPRESENTATIVE_LAYERS = 2  # layers to build: the encodings of all layers have the same parameters
 
 
 class ModelSize(NamedTuple):
-    """Sizes of a model that its encodings depend on."""
+    """Sizes of a model that its encodings depend on: decoder layers, model width and attention heads."""
 
     layers: int
     width: int
@@ -47,12 +48,14 @@ def model_size(request: TrainingRequest) -> ModelSize:
     changed = {flag: int(value) for flag, value in stated.items() if value.isdecimal()}
     named = find_size(arch)
     default = ModelSize(*named[:3]) if named is not None else _registered_size(full_arch_name(arch), changed)
-    layers, width, heads = (changed.get(flag, size) for flag, size in zip(_SIZES, default, strict=True))
-    return ModelSize(len(stated[_LAYERS_TO_KEEP].split(",")) if _LAYERS_TO_KEEP in stated else layers, width, heads)
+    size = ModelSize(*(changed.get(flag, value) for flag, value in zip(_SIZES, default, strict=True)))
+    if _LAYERS_TO_KEEP in stated:  # the indices of the layers that fairseq does not remove
+        size = size._replace(layers=len(stated[_LAYERS_TO_KEEP].split(",")))
+    return size
 
 
 def _registered_size(arch: str, changed: Mapping[str, int]) -> ModelSize:
-    """Return the size of a registered architecture, which may compute one size from another."""
+    """Return the size of a registered architecture, which may compute one size from another that a flag changed."""
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
     args = SimpleNamespace(**{flag[2:].replace("-", "_"): value for flag, value in changed.items()})
@@ -65,7 +68,7 @@ def model_encodings(request: TrainingRequest, plan: TrainingPlan, spec: str | No
 
     Args:
         request: options of the training.
-        plan: what the request resolves to.
+        plan: settings and numbers of updates that the request resolves to.
         spec: encoding that replaces the request's.
 
     Returns:
@@ -93,7 +96,7 @@ def check_model(request: TrainingRequest, plan: TrainingPlan) -> list[Encoding]:
 
     Args:
         request: options of the training; its ``rpe_module`` is loaded.
-        plan: what the request resolves to.
+        plan: settings and numbers of updates that the request resolves to.
 
     Returns:
         The encodings of the model, as :func:`model_encodings` builds them.
@@ -113,7 +116,7 @@ def check_evaluation(request: TrainingRequest, plan: TrainingPlan, rpe: str | No
 
     Args:
         request: options of the training.
-        plan: what the request resolves to.
+        plan: settings and numbers of updates that the request resolves to.
         rpe: the encoding of the evaluation, None for that of the training.
         positions: the position transform of the evaluation, None for that of the training.
 
@@ -197,4 +200,5 @@ def check_backend(request: TrainingRequest) -> None:
     name = request.attention_backend
     choose_backend(name)
     if name in ("flex", "triton"):  # the other backends train on every device
-        check_training(name, "cpu" if request.device == "cpu" or not devices.gpu_names() else "cuda")
+        is_on_cpu = request.device == "cpu" or not devices.gpu_names()
+        check_training(name, "cpu" if is_on_cpu else "cuda")

@@ -12,7 +12,7 @@ from typing import IO
 
 from fairseq_rpe.utils.child_processes import SAFE_PATH
 
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 10.0  # between the signal and the kill
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -45,15 +45,15 @@ def spawn(
     keep_open: Sequence[int] = (),
     errors: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; must be called from the main thread.
+    """Start a command in a separate session; must be called from the main thread.
 
-    This process alone passes Ctrl-C on (a terminal would signal the whole group as well), and if it is killed, the
-    kernel kills the child: two trainings must never write one folder. The current folder is not on the import path of
-    a Python child.
+    This process alone passes Ctrl-C on; a terminal would signal the whole group as well. If this process is killed, the
+    kernel kills the child, because two trainings must never write one folder. The kernel does so when the thread that
+    started the child ends: hence the main thread. The current folder is not on the import path of a Python child.
 
     Args:
         command: program and arguments.
-        environment: environment variables beside those of this process.
+        environment: environment variables in addition to those of this process.
         log: target of the standard output; None: that of this process.
         keep_open: file descriptors that the child inherits.
         errors: target of the standard error; None: that of the standard output.
@@ -130,4 +130,5 @@ def wait(child: subprocess.Popen[bytes], stopping: Callable[[], None] = lambda: 
             stop_all([child], signal.SIGINT)
         raise
     finally:
+        # without effect on a child that has ended
         stop_all([child])

@@ -59,6 +59,7 @@ class TerminalProgressView(ProgressView):
         self._progress.close()
 
     def _validation(self) -> list[str]:
+        """Return the values of the last validation in words."""
         valid = self._parser.valid
         words = [f"validation loss {valid['valid_loss']:.3f} bits per token"]
         words += [f"perplexity {valid['valid_ppl']:.2f}"] if "valid_ppl" in valid else []

@@ -80,7 +80,7 @@ def check_extra(extra: Sequence[str], options: Collection[str] = ()) -> None:
 
 
 def is_unchanged_by_flags(name: str, extra: Sequence[str]) -> bool:
-    """Return whether no flag of fairseq-train may have changed a setting.
+    """Return whether no word after ``--`` is a flag of fairseq-train that changes a setting.
 
     Args:
         name: key of :data:`SETTING_FLAGS`.

@@ -10,7 +10,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.renamed import LAST_COMMIT_OF_OLD_LAYOUT
 from fairseq_rpe.runs.settings import RunSettings, TrainingPlan
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import read_json, sha256_of_files, write_json
+from fairseq_rpe.utils.files import sha256_of_files
+from fairseq_rpe.utils.json_files import read_json, write_json
 
 LAYOUT = 2  # value of "layout" in run.json and sweep.json
 SWEEP_RECORD = "sweep.json"  # in the folder of a sweep
@@ -53,7 +54,19 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """One start of a training: time, first update, versions and machine; ``None``: not recorded."""
+    """One start of a training; ``None``: not recorded.
+
+    Attributes:
+        time: UTC time in ISO format.
+        from_update: updates done before this start.
+        fairseq_rpe, fairseq, torch, python: versions.
+        commit: git commit of this package, if git tracks it.
+        system, processor: names of the operating system and the processor.
+        cores: number of processor cores that the training may use.
+        gpus: names of the GPUs; empty if the training runs on processors.
+        working_folder: current folder of the command.
+        threads: value of OMP_NUM_THREADS in each process.
+    """
 
     time: str | None = None
     from_update: int | None = None
@@ -72,6 +85,8 @@ class TrainingStart:
 
 @dataclass(frozen=True)
 class _Starts:
+    """Contents of environment.json: the starts of a training, oldest first."""
+
     starts: tuple[TrainingStart, ...] = ()
 
 
@@ -106,6 +121,13 @@ class CheckpointFolder:
 
     Args:
         path: the folder; it need not exist.
+
+    Attributes:
+        last, best: last checkpoint, and that with the best validation.
+        lock: file that the training locks.
+        record_path: run.json.
+        environment: environment.json.
+        log: messages of fairseq-train.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,7 +156,7 @@ class CheckpointFolder:
         """Write run.json.
 
         Args:
-            plan: plan of the training.
+            plan: settings and number of updates of the training.
             finished: end of the training, None before it.
         """
         record = {"layout": LAYOUT, "settings": plan.settings.to_dict(), "updates": plan.updates}
@@ -144,7 +166,7 @@ class CheckpointFolder:
         """Return the digest of the last checkpoint if the run is finished.
 
         Args:
-            plan: plan of the training.
+            plan: settings and number of updates of the training.
 
         Returns:
             The digest, None if the training is not finished.
@@ -182,7 +204,7 @@ class CheckpointFolder:
             UserError: the file is missing or was changed after the training.
         """
         record, file = self.read_record(), self.checkpoint_path(kind)
-        digest = record and record.finished.digest(kind)
+        digest = record.finished.digest(kind) if record is not None else None
         if not digest or not file.exists() or sha256_of_files(file) != digest:
             raise UserError(f"{file} was changed after its training: delete {self.path} to train again")
         return digest
@@ -206,6 +228,12 @@ class RunFolder:
 
     Args:
         path: the folder; it need not exist.
+
+    Attributes:
+        checkpoints: folder of the training.
+        results: measurements, one JSON object a line.
+        train_log, eval_log: messages of training and evaluation.
+        lock: file that the process locks.
     """
 
     def __init__(self, path: Path) -> None:

@@ -39,15 +39,35 @@ class TrainingRequest:
         data: folder of a binarised text or of questions; ``None`` with ``algorithm``.
         algorithm: spec of a generated task; ``None`` with ``data``.
         positions_train, positions_eval: specs of the position transforms.
+        seed: seed of the weights, the order of the data, dropout and random positions.
+        tensorboard: folder for TensorBoard's files.
         log_format: ``progress``, or the log format of fairseq-train.
+        log_interval: updates between lines of the log.
+        arch: architecture, such as ``tiny``.
+        rpe_share: how layers share the encoding: ``model``, ``layer`` or ``auto``.
+        attention_backend: attention back end.
+        device: ``auto``, ``cpu`` or ``cuda``.
         nproc: processes or GPUs on each node.
-        nodes: machines.
+        nodes: number of nodes.
         node_rank: index of this node.
         master: HOST:PORT at which the nodes meet.
         update_freq: batches that are accumulated for one update.
-        tokens: training length.
+        rpe_module: Python file that registers further encodings.
+        tokens: training length in tokens.
+        blocks: ``stream`` or ``document``.
+        separate_documents: whether documents in one block of a stream are separate.
+        updates: updates of the whole training.
         batch_sentences: sequences of one process and batch.
+        lr: peak learning rate.
         warmup: updates of warm-up.
+        schedule: learning-rate schedule: ``inverse_sqrt``, ``linear`` or ``cosine``.
+        min_lr: last learning rate of ``cosine``.
+        betas, weight_decay: options of Adam.
+        clip_norm: largest norm of the gradient; 0 does not clip.
+        dropout, attention_dropout, activation_dropout: probabilities of dropout.
+        activation_fn: activation of the feed-forward layers.
+        share_embeddings: whether input and output embeddings are one matrix.
+        compute_dtype: dtype of matrix products: ``fp32`` or ``bf16``.
         save_every: updates between checkpoints.
         log_encodings_every: updates between pictures of the encodings for TensorBoard.
         finetune_from: checkpoint whose weights the training starts from.
@@ -124,11 +144,12 @@ class TrainingRequest:
 class RunSettings:
     """Settings that determine the numbers of a run and may not change between two starts; ``None``: not recorded.
 
-    From ``compute_dtype`` on, ``None`` is the value of runs that were recorded before the setting had an option.
+    From ``compute_dtype`` on, ``None`` is the value of runs that were recorded before the setting had an option. A
+    setting without a line below has the meaning of the field of :class:`TrainingRequest`.
 
     Attributes:
         data: digest of the data folder, or the spec of a generated task.
-        nproc: processes of all nodes.
+        nproc: number of processes on all nodes.
         rpe_module, finetune_from: digests of the files.
         last_update: last update of the training, for a ``schedule`` that depends on it.
         blocks: ``None`` for a stream.
@@ -263,25 +284,19 @@ def make_plan(request: TrainingRequest, data_digest: str) -> TrainingPlan:
 
     arch = request.arch or "tiny"
     check_arch(arch, request.rpe_module)
-    check_extra(
-        request.extra, {name for name in (*ALTERNATIVE_FLAGS, *SETTING_FLAGS) if getattr(request, name) is not None}
-    )
+    stated = {name for name in (*ALTERNATIVE_FLAGS, *SETTING_FLAGS) if getattr(request, name) is not None}
+    check_extra(request.extra, stated)
     _check_blocks(request)
-    data, tokens = data_digest, value_or_default("tokens")
     if request.algorithm:
-        if request.tokens is not None:
-            raise UserError("--tokens does not go with --algorithm: say how many items, e.g. copy:items=20")
-        task = build(request.algorithm)
-        data, tokens = task.spec, task.num_tokens(task.max_length("train"))
+        data, tokens = _resolve_algorithm(request.algorithm, request.tokens)
+    else:
+        data, tokens = data_digest, value_or_default("tokens")
     schedule, updates = value_or_default("schedule"), value_or_default("updates")
     warmup = request.warmup or default_warmup(request.defaults.warmup, updates)
     check_warmup(warmup, updates)
     if schedule == "cosine" or request.min_lr is not None:
         _check_cosine(schedule, value_or_default("lr"), request.min_lr or 0.0)
-    defaults, finetune_from = RunSettings(arch=full_arch_name(arch)), request.finetune_from
-    chosen: dict[str, Any] = {
-        name: value if (value := getattr(request, name)) != defaults.effective(name) else None for name in SETTING_FLAGS
-    }
+    finetune_from = request.finetune_from
     settings = ResolvedSettings(
         rpe=request.rpe.strip(),
         arch=full_arch_name(arch),
@@ -297,6 +312,7 @@ def make_plan(request: TrainingRequest, data_digest: str) -> TrainingPlan:
         positions_eval=request.positions_eval,
         rpe_module=sha256_of_files(request.rpe_module) if request.rpe_module else None,
         extra=request.extra,
+        # From here on a default is recorded as None, as in runs that were recorded before the setting had an option.
         compute_dtype=request.compute_dtype if request.compute_dtype != "fp32" else None,
         # the learning rate depends on the last update, so the number of updates cannot be raised later
         schedule=schedule if schedule != "inverse_sqrt" else None,
@@ -304,9 +320,24 @@ def make_plan(request: TrainingRequest, data_digest: str) -> TrainingPlan:
         finetune_from=sha256_of_files(finetune_from) if finetune_from and finetune_from.is_file() else None,
         blocks=request.blocks if request.blocks != STREAM_BLOCKS else None,
         separate_documents=request.separate_documents or None,
-        **chosen,
+        **_changed_settings(request, full_arch_name(arch)),
     )
     return TrainingPlan(settings, updates, value_or_default("save_every"))
+
+
+def _resolve_algorithm(spec: str, tokens: int | None) -> tuple[str, int]:
+    """Return the canonical spec of a generated task and its training length, which --tokens must not set."""
+    if tokens is not None:
+        raise UserError("--tokens does not go with --algorithm: say how many items, e.g. copy:items=20")
+    task = build(spec)
+    return task.spec, task.num_tokens(task.max_length("train"))
+
+
+def _changed_settings(request: TrainingRequest, arch: str) -> dict[str, Any]:
+    """Return the settings of :data:`SETTING_FLAGS`, None for those that equal their default."""
+    defaults = RunSettings(arch=arch)
+    values = {name: getattr(request, name) for name in SETTING_FLAGS}
+    return {name: value if value != defaults.effective(name) else None for name, value in values.items()}
 
 
 def _check_blocks(request: TrainingRequest) -> None:
@@ -330,6 +361,7 @@ def _check_blocks(request: TrainingRequest) -> None:
 
 
 def _check_cosine(schedule: str, lr: float, min_lr: float) -> None:
+    """Refuse --min-lr for another schedule, and one that is not below the peak learning rate."""
     if schedule != "cosine":
         raise UserError(f"--min-lr is for --schedule cosine: give that instead of {schedule}, or drop --min-lr")
     if min_lr >= lr:

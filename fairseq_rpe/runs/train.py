@@ -4,12 +4,14 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.checkpoints.checkpoint import check_model_size, check_vocabulary
 from fairseq_rpe.core.errors import DEBUG_VARIABLE, UserError, require_fairseq
 from fairseq_rpe.data.folder import read_dictionary
+from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.runs import checkpoints, environment, launch
 from fairseq_rpe.runs.child_output import ChildExit
 from fairseq_rpe.runs.launch import Node
@@ -17,7 +19,8 @@ from fairseq_rpe.runs.model_check import REPRESENTATIVE_LAYERS, check_backend, c
 from fairseq_rpe.runs.progress_view import ProgressView, TerminalProgressView
 from fairseq_rpe.runs.run_folder import CheckpointFolder, FinishedTraining
 from fairseq_rpe.runs.settings import PROGRESS, TrainingPlan, TrainingRequest
-from fairseq_rpe.utils.files import check_output_folder, exclusive_lock, sha256_of_files
+from fairseq_rpe.utils.files import exclusive_lock, sha256_of_files
+from fairseq_rpe.utils.output_checks import check_output_folder
 
 
 def check_training(request: TrainingRequest, plan: TrainingPlan) -> None:
@@ -25,14 +28,13 @@ def check_training(request: TrainingRequest, plan: TrainingPlan) -> None:
 
     Args:
         request: options of the training.
-        plan: what the request resolves to.
+        plan: settings and numbers of updates that the request resolves to.
 
     Raises:
         UserError: fairseq is missing, the model cannot be built, there is no bias to log, or the checkpoint to start
             from, a GPU or an output folder cannot be used.
     """
     require_fairseq()
-    folder = CheckpointFolder(request.out)
     encodings = check_model(request, plan)
     if request.log_encodings_every and not encodings[0].adds_bias:
         raise UserError(
@@ -40,18 +42,24 @@ def check_training(request: TrainingRequest, plan: TrainingPlan) -> None:
         )
     check_backend(request)
     if request.finetune_from is not None:
-        checkpoint_file.check_file(request.finetune_from)
-        first = checkpoints.load(request.finetune_from)
-        check_model_size(first)
-        if request.data is not None:
-            check_vocabulary(first, read_dictionary(request.data / "dict.txt"), request.data)
-        trained = first.encoding_weights[:REPRESENTATIVE_LAYERS]
-        check_replacement(encodings, request.rpe, first.encoding, trained, further=True)
-    launch.count_gpus(request)
+        _check_start_checkpoint(request, request.finetune_from, encodings)
+    launch.count_gpus(request)  # raises UserError if there are too few
+    folder = CheckpointFolder(request.out)
     names = (folder.last.name, folder.record_path.name)
     check_output_folder(request.out, (*names, folder.log.name) if request.log_format == PROGRESS else names, "--out")
     if request.tensorboard is not None:
         check_output_folder(request.tensorboard, flag="--tensorboard")
+
+
+def _check_start_checkpoint(request: TrainingRequest, path: Path, encodings: list[Encoding]) -> None:
+    """Check that a training can start from a checkpoint: its size, vocabulary and the parameters of its encoding."""
+    checkpoint_file.check_file(path)
+    checkpoint = checkpoints.load(path)
+    check_model_size(checkpoint)
+    if request.data is not None:
+        check_vocabulary(checkpoint, read_dictionary(request.data / "dict.txt"), request.data)
+    trained = checkpoint.encoding_weights[:REPRESENTATIVE_LAYERS]
+    check_replacement(encodings, request.rpe, checkpoint.encoding, trained, further=True)
 
 
 def train(request: TrainingRequest, plan: TrainingPlan, node: Node) -> None:
@@ -62,7 +70,7 @@ def train(request: TrainingRequest, plan: TrainingPlan, node: Node) -> None:
 
     Args:
         request: options of the training.
-        plan: what the request resolves to.
+        plan: settings and numbers of updates that the request resolves to.
         node: this node.
 
     Raises:
@@ -70,9 +78,7 @@ def train(request: TrainingRequest, plan: TrainingPlan, node: Node) -> None:
     """
     folder = CheckpointFolder(request.out)
     if not node.is_first:
-        if checkpoints.find_newest(folder)[0] < plan.updates:
-            with _open_outputs(request, plan, node, folder, 0) as (log, view):
-                _raise_failure(launch.launch_training(request, plan, node, [], log, view))
+        _train_further_node(request, plan, node, folder)
         return
     with exclusive_lock(folder.lock, f"another process is training in {folder.path}: wait for it or stop it") as held:
         done, is_new = _recover_updates(folder, plan), not folder.record_path.exists()
@@ -83,26 +89,43 @@ def train(request: TrainingRequest, plan: TrainingPlan, node: Node) -> None:
                 folder.add_start(environment.current_start(done, launch.threads_per_process(request), request.device))
                 ending = launch.launch_training(request, plan, node, [held], log, view)
             if is_new and ending.code and not ending.began_training:
+                # A wrong flag, for example: the folder must not refuse the corrected training as another run.
                 _remove_records(folder, log_size if log else None)
             _raise_failure(ending)
-        ended = checkpoints.load(folder.last).num_updates
-        quiet = request.log_format == PROGRESS
-        if ended != plan.updates:
-            where = f"in {folder.log}" if quiet else "above"
-            raise UserError(f"fairseq-train stopped at update {ended} of {plan.updates}: see its messages {where}")
-        best = sha256_of_files(folder.best) if folder.best.exists() else None
-        folder.write_record(plan, FinishedTraining(ended, sha256_of_files(folder.last), best))
-        if quiet:
-            print(f"{ended:,} updates are done: {folder.last}, messages of fairseq-train: {folder.log}")
+        _record_end(request, plan, folder)
+
+
+def _train_further_node(request: TrainingRequest, plan: TrainingPlan, node: Node, folder: CheckpointFolder) -> None:
+    """Train on a node that is not the first, unless the folder has the last update already."""
+    done, _ = checkpoints.find_newest(folder)
+    if done < plan.updates:
+        with _open_outputs(request, plan, node, folder, 0) as (log, view):
+            _raise_failure(launch.launch_training(request, plan, node, [], log, view))
+
+
+def _record_end(request: TrainingRequest, plan: TrainingPlan, folder: CheckpointFolder) -> None:
+    """Check that the last checkpoint has the last update, and record that the run is finished."""
+    done = checkpoints.load(folder.last).num_updates
+    has_log = request.log_format == PROGRESS
+    if done != plan.updates:
+        where = f"in {folder.log}" if has_log else "above"
+        raise UserError(f"fairseq-train stopped at update {done} of {plan.updates}: see its messages {where}")
+    best = sha256_of_files(folder.best) if folder.best.exists() else None
+    folder.write_record(plan, FinishedTraining(updates=done, checkpoint=sha256_of_files(folder.last), best=best))
+    if has_log:
+        print(f"{done:,} updates are done: {folder.last}, messages of fairseq-train: {folder.log}")
 
 
 @contextlib.contextmanager
 def _open_outputs(
     request: TrainingRequest, plan: TrainingPlan, node: Node, folder: CheckpointFolder, done: int
 ) -> Iterator[tuple[IO[bytes] | None, ProgressView | None]]:
-    """Open the log for fairseq-train's messages and the view that is shown in their place; (None, None) without either.
+    """Open the log for fairseq-train's messages and the view that is shown in their place.
 
     With FAIRSEQ_RPE_DEBUG set the messages are passed on as well. Only the first node shows progress.
+
+    Yields:
+        The log and the view. No log: the messages are shown only. No view: they are passed on to the terminal.
     """
     if request.log_format != PROGRESS:
         yield None, None
@@ -125,7 +148,10 @@ def _open_outputs(
 
 
 def _remove_records(folder: CheckpointFolder, log_size: int | None) -> None:
-    """Remove the records of a run whose training never began; the log is cut back to ``log_size`` bytes."""
+    """Remove the records of a run whose training never began.
+
+    The log is truncated to ``log_size`` bytes, and removed if that is 0; None leaves it as it is.
+    """
     folder.record_path.unlink()
     folder.environment.unlink()
     if log_size:
@@ -135,6 +161,7 @@ def _remove_records(folder: CheckpointFolder, log_size: int | None) -> None:
 
 
 def _raise_failure(ending: ChildExit) -> None:
+    """Raise UserError if a training failed."""
     if ending.code:
         raise UserError(ending.reason)
 

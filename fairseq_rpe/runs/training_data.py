@@ -84,6 +84,6 @@ def check_questions(data: Path, tokens: int, extra: Sequence[str] = ()) -> None:
     folder = dataset.load_dataset(data)
     for split in ("train", "valid"):
         prompt.check_lengths(folder, split, [tokens])
-    rows = {name: info.splits["train"].answers for name, info in folder.sets.items() if "train" in info.splits}
     if (mixture := flag_values(extra, ["--mixture"]).get("--mixture")) is not None:
-        mixture_weights(mixture, rows)
+        answers = {name: info.splits["train"].answers for name, info in folder.sets.items() if "train" in info.splits}
+        mixture_weights(mixture, answers)  # raises UserError for an unknown set

@@ -42,13 +42,13 @@ class Extension:
     """The further training of a checkpoint and its evaluation.
 
     Attributes:
-        checkpoint: original checkpoint.
+        checkpoint: path of the original checkpoint.
         folder: folder of the extension.
         request: options of the further training.
         plan: what the request resolves to.
         original_length: training length of the checkpoint, in tokens.
         lengths: lengths of the evaluation, in tokens.
-        split: split that is scored.
+        split: split of the text that results are computed on.
         original_encoding: encoding of the checkpoint.
         has_new_parameters: whether the new encoding has parameters that the checkpoint lacks.
     """
@@ -71,7 +71,7 @@ def resolve_extension(request: TrainingRequest, lengths: tuple[int, ...] | None,
         request: options with ``finetune_from``, ``data`` and ``tokens``; an empty ``rpe`` is the checkpoint's encoding.
         lengths: lengths of the evaluation, to which the original training length is added; None for its doubles up to
             the largest position of the training.
-        split: split that is scored.
+        split: split of the text that results are computed on.
 
     Returns:
         The extension.
@@ -84,27 +84,17 @@ def resolve_extension(request: TrainingRequest, lengths: tuple[int, ...] | None,
     checkpoint = checkpoints.load(path)
     check_language_model(checkpoint)
     folder = RunFolder(request.out)
-    corpus.check_output(folder.path)
-    check_no_sweep("--out", folder.path)
-    if path.resolve().is_relative_to(folder.path.resolve()):
-        raise UserError(f"{path} lies in --out {folder.path}, where the new checkpoint goes: use another folder")
-    corpus.check_folder(data, "train", "valid", split)
-    if training_data.is_question_data(data):
-        raise UserError(f"{data} holds questions, not a text to read: use fairseq-rpe train {data} --init-from {path}")
+    _check_folders(folder, path, data, split)
     check_vocabulary(checkpoint, corpus.read_dictionary(data / "dict.txt"), data)
     original = checkpoint.train_length()
     if not original:
         raise UserError(f"{path} does not record its training length: train it again")
     request = _with_defaults(request, checkpoint, tokens)
     max_position = _check_length(request, checkpoint, original, tokens)
+    # 64 doublings pass any position
     doubles = {tokens, *(original << k for k in range(64) if original << k <= max_position)}
     eval_lengths = tuple(sorted({original, *(lengths or doubles)}))
-    training_data.check_blocks(data, tokens, request.blocks, bool(request.separate_documents))
-    corpus.check_block_length(data, split, max(eval_lengths))
-    if request.blocks == "document" or request.separate_documents:
-        corpus.check_documents(data, split)
-    if request.blocks == "document":
-        corpus.check_document_block(data, split, max(eval_lengths))
+    _check_blocks(request, data, tokens, split, max(eval_lengths))
     request, new_parameters = _check_parameters(request, checkpoint, original, tokens)
     request = replace(request, out=folder.checkpoints.path, extra=(*request.extra, "--rpe-train-length", str(original)))
     plan = make_plan(request, data_digest := corpus.corpus_digest(data))
@@ -112,6 +102,7 @@ def resolve_extension(request: TrainingRequest, lengths: tuple[int, ...] | None,
     start = folder.path / "begin.pt"
     with remove_if_refused(start):
         if new_parameters:
+            # the training starts from another file now, which changes its plan
             request = _write_start(start, request, checkpoint, new_parameters)
             plan = make_plan(request, data_digest)
         if folder.checkpoints.finished_digest(plan) is None:
@@ -129,13 +120,35 @@ def resolve_extension(request: TrainingRequest, lengths: tuple[int, ...] | None,
     )
 
 
+def _check_folders(folder: RunFolder, checkpoint: Path, data: Path, split: str) -> None:
+    """Check that the output folder is not in use and that the data folder holds a text."""
+    corpus.check_output(folder.path)
+    check_no_sweep("--out", folder.path)
+    if checkpoint.resolve().is_relative_to(folder.path.resolve()):
+        raise UserError(f"{checkpoint} lies in --out {folder.path}, where the new checkpoint goes: use another folder")
+    corpus.check_folder(data, "train", "valid", split)
+    if training_data.is_question_data(data):
+        command = f"fairseq-rpe train {data} --init-from {checkpoint}"
+        raise UserError(f"{data} holds questions, not a text to read: use {command}")
+
+
+def _check_blocks(request: TrainingRequest, data: Path, tokens: int, split: str, longest: int) -> None:
+    """Check that the text fills blocks of the training length, and of the longest one of the evaluation."""
+    training_data.check_blocks(data, tokens, request.blocks, bool(request.separate_documents))
+    corpus.check_block_length(data, split, longest)
+    if request.blocks == "document" or request.separate_documents:
+        corpus.check_documents(data, split)
+    if request.blocks == "document":
+        corpus.check_document_block(data, split, longest)
+
+
 def run_extension(extension: Extension) -> dict[str, list[TextResult]]:
     """Evaluate the checkpoint, train it further and evaluate it again; finished steps are not repeated.
 
     Without new parameters, the new encoding and positions are also evaluated before the training.
 
     Args:
-        extension: the extension.
+        extension: resolved further training and its evaluations.
 
     Returns:
         Results by a label of the model.

@@ -33,8 +33,8 @@ def build_fine_tuning_runs(sweep: Sweep, data_digest: str | None, without_bias: 
     A fine-tuning starts from the pre-training of its method, or of the method that this one continues.
 
     Args:
-        sweep: the sweep.
-        data_digest: digest of the text.
+        sweep: resolved sweep over questions.
+        data_digest: digest of the text of the pre-trainings, None if it does not exist yet.
         without_bias: encodings that are trained without ``--log-encodings-every``.
 
     Returns:

@@ -37,7 +37,7 @@ class Stage:
 
     Attributes:
         name: :data:`TRAINING` or :data:`EVALUATING`.
-        command: program and arguments.
+        command: program and arguments of a process.
         log: file to which the output is appended.
     """
 
@@ -51,7 +51,7 @@ class Evaluation:
     """One evaluation command of a run with the keys of its results.
 
     Attributes:
-        command: program and arguments.
+        command: program and arguments of a process; they name the checkpoint by its path.
         keys: keys of the results; their checkpoint is empty, because it is known after the training.
         data: text or question folder; None for a generated task.
         text_name: name of a text other than that of the training.
@@ -75,7 +75,7 @@ class SweepRun:
         plan: what the request resolves to.
         parent: run whose checkpoint the training starts from.
         evaluations: evaluations of all methods that share the training.
-        kind: what is evaluated.
+        kind: what is evaluated: a text, generated tasks or answers to questions.
         checkpoint_kind: checkpoint that is evaluated.
     """
 
@@ -142,7 +142,7 @@ class SweepRun:
 
         Args:
             on_slurm: whether the nodes are those of a SLURM job.
-            gpus: GPUs of each node.
+            gpus: number of GPUs of each node, 0 to train on the CPU.
 
         Returns:
             A line for a shell.
@@ -155,7 +155,7 @@ def build_runs(sweep: Sweep, data_digest: str | None, without_bias: Collection[s
     """Build one run per (encoding, training positions, task, seed); methods that differ only in evaluation share it.
 
     Args:
-        sweep: the sweep.
+        sweep: resolved sweep on a text or on generated tasks.
         data_digest: digest of the text, None for generated tasks.
         without_bias: encodings that are trained without ``--log-encodings-every``.
 
@@ -198,9 +198,9 @@ def training_request(
     """Return the options of the training of a run.
 
     Args:
-        sweep: the sweep.
-        method: method that is trained.
-        seed: seed of the run.
+        sweep: sweep that the run belongs to.
+        method: method whose encoding and positions are trained.
+        seed: random seed of the training.
         algorithm: generated task, None for a text.
         parent: run that the training continues.
         logs_encodings: whether ``--log-encodings-every`` applies.
@@ -233,7 +233,7 @@ def plan_continuation(method: Method, request: TrainingRequest, data_digest: str
     """Resolve a training that continues another one.
 
     Args:
-        method: method that is trained.
+        method: method that continues another one.
         request: options of the training.
         data_digest: digest of the data folder.
 
@@ -284,7 +284,7 @@ def lengths_within_limit(limit: int | None, lengths: Sequence[int], method: Meth
 
     Args:
         limit: largest length, None without a limit.
-        lengths: requested lengths.
+        lengths: requested lengths of the evaluation, in ``unit``.
         method: method that is evaluated, for the message.
         unit: unit of the lengths, for the message.
 
@@ -308,7 +308,7 @@ def common_arguments(run: SweepRun, method: Method, lengths: Sequence[int]) -> l
     """Return the options that all evaluation commands of a method have.
 
     Args:
-        run: run that is evaluated.
+        run: run whose checkpoint is evaluated.
         method: method that is evaluated.
         lengths: lengths of the evaluation; empty for the default.
 

@@ -32,7 +32,7 @@ def job_environments(device: str, nproc: int, jobs: int | None) -> list[dict[str
 
     Args:
         device: value of ``--device``.
-        nproc: processes of a run.
+        nproc: number of processes of a run, each with a GPU on CUDA.
         jobs: concurrent runs; None for as many as the GPUs or cores allow.
 
     Returns:
@@ -57,7 +57,7 @@ class TrainingLogFollower(TrainingLogParser):
     """Parses the log of a training while it grows.
 
     Args:
-        log: the log.
+        log: path of the log file, which exists when it is read.
         start: byte at which the output of this training begins.
     """
 
@@ -105,8 +105,8 @@ class RunCost:
     """Estimated cost of a run, in tokens of a forward pass with little context.
 
     Attributes:
-        updates: updates of the training.
-        update: cost of one update.
+        updates: number of updates of the whole training.
+        update: cost of one update, forward and backward pass.
         results: cost of each result, in the order of the evaluation.
     """
 
@@ -223,6 +223,59 @@ def _next_ready(
     return None
 
 
+class _Executor:
+    """Starts the stages of runs in slots and notices their ends.
+
+    Attributes:
+        waiting: runs that are not started yet, with their stages.
+        active: runs whose stages are being executed.
+        failures: one line per failed run.
+    """
+
+    def __init__(self, pending: Mapping[SweepRun, list[Stage]], environments: Sequence[Mapping[str, str]]) -> None:
+        self._environments = environments
+        self._free_slots = list(range(len(environments)))
+        self.waiting = list(pending.items())
+        self.active: list[_ActiveRun] = []
+        self.failures: list[str] = []
+
+    def start_ready(self) -> None:
+        """Start runs that are ready in the free slots."""
+        while self._free_slots and (ready := _next_ready(self.waiting, self.active)):
+            self.waiting.remove(ready)
+            run, stages = ready
+            if stages[0].name == TRAINING and run.parent and run.parent.finished_digest() is None:
+                self.failures.append(f"{run.name} was not trained: {run.parent.name} has to be finished before")
+                continue
+            job = _ActiveRun(run, list(stages), self._free_slots.pop(0))
+            # listed before it starts, so that Ctrl-C directly after the start still ends the child
+            self.active.append(job)
+            job.start(self._environments[job.slot])
+
+    def advance(self) -> list[SweepRun]:
+        """Start the next stages of runs whose stage has ended, and return the runs that are finished."""
+        finished = []
+        for job in list(self.active):
+            if job.is_training:
+                job.log.read()
+            code = job.poll()
+            if code is None:
+                continue
+            if code:
+                log = job.stages[0].log
+                reason = last_error(log, job.log_start) or "no message"
+                self.failures.append(f"{job.run.name} failed while {job.stages[0].name}: {reason} (log: {log})")
+            elif len(job.stages) > 1:
+                del job.stages[0]
+                job.start(self._environments[job.slot])
+                continue
+            else:
+                finished.append(job.run)
+            self.active.remove(job)
+            self._free_slots.append(job.slot)
+        return finished
+
+
 def run_stages(
     pending: Mapping[SweepRun, list[Stage]], runs: Sequence[SweepRun], environments: Sequence[Mapping[str, str]]
 ) -> list[str]:
@@ -238,50 +291,23 @@ def run_stages(
     Returns:
         One line per failed run.
     """
-    waiting = list(pending.items())
-    free = list(range(len(environments)))
-    active: list[_ActiveRun] = []
-    failures: list[str] = []
+    executor = _Executor(pending, environments)
     costs = {run.name: RunCost.from_run(run) for run in runs}
     total = sum(cost.total for cost in costs.values())
     spent = {run.name: costs[run.name].total for run in runs if run not in pending}
     first = percent = round(100 * sum(spent.values()) / total, 1)
     with processes.sigterm_raises(), Progress("sweep", "%", 100, done=first, ends=True) as bar:
         try:
-            while waiting or active:
-                while free and (ready := _next_ready(waiting, active)):
-                    waiting.remove(ready)
-                    run, stages = ready
-                    if stages[0].name == TRAINING and run.parent and run.parent.finished_digest() is None:
-                        failures.append(f"{run.name} was not trained: {run.parent.name} has to be finished before")
-                        continue
-                    job = _ActiveRun(run, list(stages), free.pop(0))
-                    active.append(job)
-                    job.start(environments[job.slot])
+            while executor.waiting or executor.active:
+                executor.start_ready()
                 time.sleep(_POLL_SECONDS)
-                for job in list(active):
-                    if job.is_training:
-                        job.log.read()
-                    code = job.poll()
-                    if code is None:
-                        continue
-                    if code:
-                        log = job.stages[0].log
-                        reason = last_error(log, job.log_start) or "no message"
-                        failures.append(f"{job.run.name} failed while {job.stages[0].name}: {reason} (log: {log})")
-                    elif len(job.stages) > 1:
-                        del job.stages[0]
-                        job.start(environments[job.slot])
-                        continue
-                    else:
-                        spent[job.run.name] = costs[job.run.name].total
-                    active.remove(job)
-                    free.append(job.slot)
-                spent |= {job.run.name: job.cost_spent(costs[job.run.name]) for job in active}
+                for run in executor.advance():
+                    spent[run.name] = costs[run.name].total
+                spent |= {job.run.name: job.cost_spent(costs[job.run.name]) for job in executor.active}
                 # a resumed run repeats the updates after its last checkpoint, so the estimate may go back
                 percent = max(percent, round(100 * sum(spent.values()) / total, 1))
-                bar.update_to(percent, " | ".join(job.describe() for job in active))
+                bar.update_to(percent, " | ".join(job.describe() for job in executor.active))
                 bar.refresh()
         finally:
-            processes.stop_all([job.child for job in active if job.child])
-    return failures
+            processes.stop_all([job.child for job in executor.active if job.child])
+    return executor.failures

@@ -20,7 +20,7 @@ def with_checkpoint_rotations(sweep: Sweep) -> Sweep:
     A method that continues another one has the rotation of that method, and ``rpe_eval`` has the rotation of ``rpe``.
 
     Args:
-        sweep: the sweep.
+        sweep: sweep with the specs of the command line or recipe.
 
     Returns:
         The sweep; specs that state their rotation are unchanged.
@@ -50,8 +50,8 @@ def preflight(sweep: Sweep, runs: list[SweepRun], trains_here: bool) -> None:
     """Check every method as its training, continued training and evaluation do.
 
     Args:
-        sweep: the sweep.
-        runs: the runs of the sweep.
+        sweep: sweep with complete specs.
+        runs: all runs of the sweep.
         trains_here: whether the runs train on this machine.
 
     Raises:
@@ -107,7 +107,7 @@ def encodings_without_bias(sweep: Sweep) -> set[str]:
     """Find the encodings of which ``--log-encodings-every`` has no bias to log, and report them.
 
     Args:
-        sweep: the sweep.
+        sweep: sweep with complete specs.
 
     Returns:
         Specs of these encodings.

@@ -56,7 +56,7 @@ def batch_per_process(batch: int, request: TrainingRequest) -> int:
     """Divide the batch of an update among processes and accumulated batches.
 
     Args:
-        batch: sequences of an update.
+        batch: number of sequences of an update, over all processes and accumulated batches.
         request: options of the training.
 
     Returns:
@@ -112,7 +112,7 @@ class QuestionFolder:
     """A prepared folder of questions.
 
     Attributes:
-        data: path of the folder.
+        data: path of the prepared folder; it need not exist.
         prepare: words after ``fairseq-rpe`` that prepare it.
         sets: sets of the folder that are evaluated; empty for all.
     """
@@ -130,12 +130,18 @@ class Preset(TrainingSettings):
 
     Attributes:
         batch_sentences: sequences of an update, over all processes and accumulated batches.
-        data: folder of the text.
+        data: path of the folder with the text of the training.
         corpus: corpus that ``data`` is prepared from.
         tokenizer: tokenizer of the corpus, None for the default.
         vocabulary: types of the dictionary that ``data`` must have.
-        algorithms: generated tasks.
+        algorithms: specs of generated tasks.
         methods: methods that are compared by default, None for all.
+        update_freq: number of accumulated batches of an update.
+        blocks: ``stream`` or ``document``.
+        separate_documents: whether documents in one block of a stream are separate.
+        rpe_share: how layers share the encoding: ``model``, ``layer`` or ``auto``.
+        compute_dtype: dtype of matrix products: ``fp32`` or ``bf16``.
+        seeds: seeds with which each method is trained by default.
         lengths: lengths of the evaluation, in tokens or items.
         evaluate: folders of further texts to evaluate on, by name.
         further: settings of continued trainings by method; they replace those of the method.
@@ -194,8 +200,8 @@ class Preset(TrainingSettings):
         """Replace ``$tokens`` in a method's specs and apply ``further``.
 
         Args:
-            method: method of the recipe.
-            tokens: training length.
+            method: method as the recipe has it.
+            tokens: training length in tokens.
 
         Returns:
             The method of this preset.
@@ -219,7 +225,7 @@ class Preset(TrainingSettings):
         """Check that a prepared folder has the vocabulary of this preset.
 
         Args:
-            data: the folder.
+            data: prepared folder with ``dict.txt``.
 
         Raises:
             UserError: it has another vocabulary.
@@ -247,13 +253,13 @@ class Recipe:
     """One published experiment.
 
     Attributes:
-        name: name of the recipe.
-        title: title of reports.
-        paper: paper and table.
+        name: name of the recipe, which names the default output folder.
+        title: title of reports about the recipe.
+        paper: paper, and table or figure in it, that the recipe follows.
         kind: what the runs are evaluated on.
-        methods: methods to compare.
-        presets: size presets by name.
-        published: published results.
+        methods: methods to compare, in the order of the tables.
+        presets: model sizes and training settings, by name.
+        published: results of the paper, None without any.
     """
 
     name: str
@@ -268,7 +274,7 @@ class Recipe:
         """Return the preset of a name.
 
         Raises:
-            UserError: there is none.
+            UserError: the recipe has no preset of that name.
         """
         if name not in self.presets:
             near = did_you_mean(name, self.presets)

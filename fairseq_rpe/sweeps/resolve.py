@@ -22,20 +22,20 @@ class Sweep:
     """A resolved sweep.
 
     Attributes:
-        out: folder of the sweep.
-        methods: methods that are compared.
-        data: text of the training, None for generated tasks.
-        algorithms: generated tasks.
+        out: output folder of the sweep; it need not exist.
+        methods: methods that are compared: encodings, with positions and settings of their own.
+        data: folder with the text of the training, None for generated tasks.
+        algorithms: specs of generated tasks such as ``copy``; each is trained separately.
         lengths: lengths of the evaluation in tokens, or in items of the tasks (empty for all); with ``questions``
             lengths of the context.
-        seeds: seeds of each method.
-        split: split that is scored.
-        max_tokens: largest batch of the evaluation in tokens.
-        jobs: concurrent runs.
+        seeds: seeds with which each method is trained.
+        split: split that results are computed on: ``valid`` or ``test`` of a text, or a split of the tasks.
+        max_tokens: largest batch of the evaluation in tokens, None for the default.
+        jobs: concurrent runs on this machine, None for as many as the GPUs or cores allow.
         base_request: options that all trainings share.
-        recipe_name: name of the recipe on the command line.
-        recipe: the recipe.
-        preset: the preset of the recipe.
+        recipe_name: name or path of the recipe on the command line, None without one.
+        recipe: contents of the recipe, None without one.
+        preset: sizes and settings of the recipe that are used, None without a recipe.
         preparation: words after ``fairseq-rpe`` that prepare ``data``; empty if the folder is the user's.
         prerequisites: methods that others continue and that are not compared themselves.
         evaluate: further texts of the evaluation, by name.
@@ -68,20 +68,34 @@ class Sweep:
         return tuple(sorted((*self.prerequisites, *self.methods), key=lambda method: method.continues is not None))
 
     def preparation_of_text(self, name: str) -> tuple[str, ...]:
-        """Return the words after ``fairseq-rpe`` that prepare a text with the vocabulary of the training."""
+        """Return the words after ``fairseq-rpe`` that prepare ``evaluate[name]`` with the vocabulary of ``data``."""
         command = ("prepare-corpus", name) if name in CORPORA else ("prepare", "SOURCE")
         return (*command, "--out", str(self.evaluate[name]), "--vocab-from", str(self.data))
 
     def preparation_of_questions(self, name: str) -> tuple[str, ...]:
-        """Return the words after ``fairseq-rpe`` that prepare questions with the vocabulary of the training."""
+        """Return the words after ``fairseq-rpe`` that prepare ``questions[name]`` with the vocabulary of ``data``."""
         folder = self.questions[name]
-        return (
-            *(folder.prepare or ("prepare-questions", "NAME")),
-            "--out",
-            folder.data,
-            "--vocab-from",
-            str(self.data),
-        )
+        command = folder.prepare or ("prepare-questions", "NAME")
+        return (*command, "--out", folder.data, "--vocab-from", str(self.data))
+
+
+@dataclass
+class _Draft:
+    """Options of a sweep that a recipe may fill; None and empty ones are open. See :class:`Sweep`."""
+
+    base: TrainingRequest
+    data: Path | None
+    algorithms: tuple[str, ...] | None
+    lengths: tuple[int, ...] | None
+    seeds: tuple[int, ...] | None
+    out: Path | None
+    evaluate: dict[str, Path]
+    methods: list[Method] = field(default_factory=list)
+    recipe: Recipe | None = None
+    preset: Preset | None = None
+    preparation: tuple[str, ...] = ()
+    prerequisites: list[Method] = field(default_factory=list)
+    questions: dict[str, QuestionFolder] = field(default_factory=dict)
 
 
 def build_sweep(
@@ -105,107 +119,124 @@ def build_sweep(
 
     Args:
         base: options of every training, except encoding, seed, task and folders; the positions are for ``encodings``.
-        data: text of the training.
-        algorithms: generated tasks, in place of ``data``.
-        encodings: specs to compare.
+        data: folder with the text of the training.
+        algorithms: specs of generated tasks, in place of ``data``.
+        encodings: specs of the encodings to compare.
         recipe: name or file of a recipe, in place of ``encodings``.
-        preset: preset of the recipe.
-        methods: methods of the recipe.
-        lengths: lengths of the evaluation.
-        out: folder of the sweep.
-        split: split that is scored.
+        preset: name of a size preset of the recipe; ``laptop`` if None.
+        methods: names of methods of the recipe, or ``("all",)``.
+        lengths: lengths of the evaluation, in tokens or in items of the tasks.
+        out: output folder; ``runs/RECIPE-PRESET`` if None and there is a recipe.
+        split: split that results are computed on; ``test`` if None, with questions ``valid``.
         max_tokens: largest batch of the evaluation in tokens.
-        seeds: seeds of each method.
-        jobs: concurrent runs.
-        eval_data: names and folders of further texts, or of questions.
+        seeds: seeds with which each method is trained; 1 alone if None.
+        jobs: concurrent runs on this machine.
+        eval_data: names and folders of further texts; in a recipe about answers, of questions.
 
     Returns:
-        The sweep.
+        The sweep with every option resolved; its folders are not read.
 
     Raises:
         UserError: an option is missing, or options contradict each other.
     """
     if (recipe is None) == (encodings is None):
         raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')
-    loaded = settings = None
-    preparation: tuple[str, ...] = ()
-    prerequisites: list[Method] = []
-    evaluate, questions = _by_name(eval_data), dict[str, QuestionFolder]()
+    draft = _Draft(base, data, algorithms, lengths, seeds, out, _by_name(eval_data))
     if recipe is not None:
-        if base.positions_train or base.positions_eval:
-            raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
-        loaded = recipes.load(recipe)
-        preset = preset or _DEFAULT_PRESET
-        settings = loaded.preset(preset)
-        compared = loaded.select_methods(methods if methods is not None else settings.methods or ("all",))
-        if loaded.kind != "algorithms" and algorithms is not None:
-            raise UserError(f"recipe '{loaded.name}' compares on text: drop --algorithms")
-        if loaded.kind == "algorithms" and data is not None:
-            raise UserError(f"recipe '{loaded.name}' generates its data: drop {data}")
-        algorithms = settings.algorithms if algorithms is None else algorithms
-        if data is None and settings.data is not None:
-            data = Path(settings.data)
-            preparation = settings.preparation(data)
-        elif data is not None and not data.is_dir():
-            preparation = settings.preparation(data)
-        lengths, seeds = lengths or settings.lengths, seeds or settings.seeds
-        out = out or Path("runs") / f"{loaded.name}-{preset}"
-        base = settings.fill_request(base)
-        if loaded.kind == "answers":
-            questions, evaluate = _questions(settings, evaluate), {}
-            lengths = lengths or ((settings.tuning and settings.tuning.tokens) or base.tokens or base.defaults.tokens,)
-            if max_tokens is not None:
-                raise UserError(f"recipe '{loaded.name}' asks questions: drop --max-tokens, which is about perplexity")
-        evaluate = {**{name: Path(path) for name, path in settings.evaluate.items()}, **evaluate}
-        _check_names({**evaluate, **questions})
-        tokens = base.tokens or base.defaults.tokens
-        continued = {method.continues for method in compared} - {method.name for method in compared}
-        prerequisites = [settings.resolve_method(m, tokens) for m in loaded.methods if m.name in continued]
-        compared = [settings.resolve_method(method, tokens) for method in compared]
+        _apply_recipe(draft, recipe, preset or _DEFAULT_PRESET, methods, max_tokens)
     elif methods is not None:
         raise UserError("--methods belongs to --recipe: list encodings with --encodings")
     elif preset is not None:
         raise UserError(f"--preset {preset} belongs to a recipe: drop it, or name the recipe with --recipe")
     else:
         transforms = (base.positions_train or IDENTITY, base.positions_eval)
-        compared = [Method(spec, spec, *transforms) for spec in encodings or ()]
-    if not compared:
-        raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
-    if len({m.name for m in compared}) < len(compared):
-        raise UserError("--encodings names one twice: leave one out")
-    split = split or ("valid" if questions else "test")
-    if (data is None) == (algorithms is None):
-        raise UserError('name what to train on: either a DATA folder or --algorithms "SPEC ..."')
-    if lengths is None and algorithms is None:
-        raise UserError("--lengths is missing: name the lengths to evaluate in tokens, e.g. 512,1024")
-    if evaluate and algorithms is not None:
-        raise UserError("--eval-data is for text: drop it, a generated task is evaluated on itself")
-    tasks = () if algorithms is None else _tasks(algorithms, split, max_tokens)
-    if out is None:
+        draft.methods = [Method(spec, spec, *transforms) for spec in encodings or ()]
+    _check_draft(draft)
+    split = split or ("valid" if draft.questions else "test")
+    tasks = () if draft.algorithms is None else _tasks(draft.algorithms, split, max_tokens)
+    if draft.out is None:
         raise UserError("--out is missing: name the folder of the sweep")
     return Sweep(
-        out=out,
-        methods=tuple(compared),
-        data=data,
+        out=draft.out,
+        methods=tuple(draft.methods),
+        data=draft.data,
         algorithms=tasks,
-        lengths=lengths or (),
-        seeds=seeds or (1,),
+        lengths=draft.lengths or (),
+        seeds=draft.seeds or (1,),
         split=split,
         max_tokens=max_tokens,
         jobs=jobs,
-        base_request=replace(base, positions_train=None, positions_eval=None, log_format="json"),
+        # the methods have the positions, and a sweep follows its runs by their JSON logs
+        base_request=replace(draft.base, positions_train=None, positions_eval=None, log_format="json"),
         recipe_name=recipe,
-        recipe=loaded,
-        preset=settings,
-        preparation=preparation,
-        prerequisites=tuple(prerequisites),
-        evaluate=evaluate,
-        prepared=frozenset(name for name, path in evaluate.items() if _is_prepared(settings, name, path)),
-        questions=questions,
+        recipe=draft.recipe,
+        preset=draft.preset,
+        preparation=draft.preparation,
+        prerequisites=tuple(draft.prerequisites),
+        evaluate=draft.evaluate,
+        prepared=frozenset(name for name, path in draft.evaluate.items() if _is_prepared(draft.preset, name, path)),
+        questions=draft.questions,
     )
 
 
+def _apply_recipe(
+    draft: _Draft, recipe_name: str, preset_name: str, method_names: tuple[str, ...] | None, max_tokens: int | None
+) -> None:
+    """Fill the open options of a draft from a recipe."""
+    if draft.base.positions_train or draft.base.positions_eval:
+        raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
+    draft.recipe = recipe = recipes.load(recipe_name)
+    draft.preset = preset = recipe.preset(preset_name)
+    selected = recipe.select_methods(method_names if method_names is not None else preset.methods or ("all",))
+    _apply_data(draft, recipe, preset)
+    draft.lengths, draft.seeds = draft.lengths or preset.lengths, draft.seeds or preset.seeds
+    draft.out = draft.out or Path("runs") / f"{recipe.name}-{preset_name}"
+    draft.base = preset.fill_request(draft.base)
+    train_tokens = draft.base.tokens or draft.base.defaults.tokens
+    if recipe.kind == "answers":
+        # --eval-data names questions here, not texts
+        draft.questions, draft.evaluate = _questions(preset, draft.evaluate), {}
+        draft.lengths = draft.lengths or ((preset.tuning and preset.tuning.tokens) or train_tokens,)
+        if max_tokens is not None:
+            raise UserError(f"recipe '{recipe.name}' asks questions: drop --max-tokens, which is about perplexity")
+    draft.evaluate = {**{name: Path(path) for name, path in preset.evaluate.items()}, **draft.evaluate}
+    _check_names({**draft.evaluate, **draft.questions})
+    continued = {method.continues for method in selected} - {method.name for method in selected}
+    draft.prerequisites = [preset.resolve_method(m, train_tokens) for m in recipe.methods if m.name in continued]
+    draft.methods = [preset.resolve_method(method, train_tokens) for method in selected]
+
+
+def _apply_data(draft: _Draft, recipe: Recipe, preset: Preset) -> None:
+    """Fill the tasks or the text of a draft, and the command that prepares the text if it is not the user's."""
+    if recipe.kind != "algorithms" and draft.algorithms is not None:
+        raise UserError(f"recipe '{recipe.name}' compares on text: drop --algorithms")
+    if recipe.kind == "algorithms" and draft.data is not None:
+        raise UserError(f"recipe '{recipe.name}' generates its data: drop {draft.data}")
+    if draft.algorithms is None:
+        draft.algorithms = preset.algorithms
+    if draft.data is None and preset.data is not None:
+        draft.data = Path(preset.data)
+        draft.preparation = preset.preparation(draft.data)
+    elif draft.data is not None and not draft.data.is_dir():
+        draft.preparation = preset.preparation(draft.data)
+
+
+def _check_draft(draft: _Draft) -> None:
+    """Raise UserError if an option is missing or contradicts another one."""
+    if not draft.methods:
+        raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
+    if len({method.name for method in draft.methods}) < len(draft.methods):
+        raise UserError("--encodings names one twice: leave one out")
+    if (draft.data is None) == (draft.algorithms is None):
+        raise UserError('name what to train on: either a DATA folder or --algorithms "SPEC ..."')
+    if draft.lengths is None and draft.algorithms is None:
+        raise UserError("--lengths is missing: name the lengths to evaluate in tokens, e.g. 512,1024")
+    if draft.evaluate and draft.algorithms is not None:
+        raise UserError("--eval-data is for text: drop it, a generated task is evaluated on itself")
+
+
 def _by_name(eval_data: Sequence[tuple[str, Path]]) -> dict[str, Path]:
+    """Return the folders of ``--eval-data`` by name; raise UserError for bad or repeated names."""
     if len({name for name, _ in eval_data}) < len(eval_data):
         raise UserError("--eval-data gives one name twice: leave one out")
     _check_names(paths := dict(eval_data))
@@ -213,7 +244,10 @@ def _by_name(eval_data: Sequence[tuple[str, Path]]) -> dict[str, Path]:
 
 
 def _questions(preset: Preset, eval_data: Mapping[str, Path]) -> dict[str, QuestionFolder]:
-    """Return the folders of ``--eval-data``, else those of the preset, which may say how to prepare a name."""
+    """Return the folders of ``--eval-data`` or else those of the preset.
+
+    A name that the preset has, too, keeps the preset's command of preparation and its choice of sets.
+    """
     if not eval_data:
         return dict(preset.questions)
     folders = {name: preset.questions.get(name, QuestionFolder("")) for name in eval_data}
@@ -233,6 +267,7 @@ def _is_prepared(preset: Preset | None, name: str, path: Path) -> bool:
 
 
 def _tasks(specs: tuple[str, ...], split: str, max_tokens: int | None) -> tuple[str, ...]:
+    """Return the normalised specs of generated tasks; raise UserError if an option does not fit."""
     if split not in SPLITS:
         raise UserError(f"--split {split} does not exist: an algorithmic task has {', '.join(SPLITS)}")
     if max_tokens is not None:
@@ -243,5 +278,5 @@ def _tasks(specs: tuple[str, ...], split: str, max_tokens: int | None) -> tuple[
     if len(set(tasks)) < len(tasks):
         raise UserError("--algorithms names one twice: leave one out")
     for task in tasks:
-        build(task)
+        build(task)  # only for its errors
     return tasks

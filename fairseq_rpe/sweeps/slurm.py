@@ -45,7 +45,7 @@ def job_settings(sweep: Sweep, options: Sequence[tuple[str, str]]) -> dict[str, 
     """Return the parameters of submitit for the jobs of a sweep.
 
     Args:
-        sweep: the sweep.
+        sweep: sweep that names the nodes and GPUs of a job, and the number of concurrent jobs.
         options: keys and values of ``--slurm``; ``additional_parameters.X`` is sbatch's option X, and a value in
             brackets is a list.
 
@@ -96,7 +96,7 @@ def submit_and_wait(
     """Submit the jobs of a sweep and wait for them; runs of a job that is still active are left to it.
 
     Args:
-        sweep: the sweep.
+        sweep: sweep whose runs become jobs.
         options: keys and values of ``--slurm``.
         pending: stages that are left, by run.
 
@@ -122,7 +122,7 @@ def make_executor(sweep: Sweep, options: Sequence[tuple[str, str]]) -> submitit.
     """Return submitit's executor for the jobs of a sweep.
 
     Args:
-        sweep: the sweep.
+        sweep: sweep whose folder gets the logs of the jobs.
         options: keys and values of ``--slurm``.
 
     Returns:
@@ -176,7 +176,7 @@ class SweepJob:
         A failure is printed to the log of the job and raises nothing, so that other jobs continue.
 
         Args:
-            run: the run.
+            run: run that this job trains and evaluates.
         """
         try:
             if int(os.environ.get("SLURM_NODEID", "0")) > 0:
@@ -196,7 +196,7 @@ class SweepJob:
         """Return the job that replaces this one: the same run, which resumes from its folder.
 
         Args:
-            run: the run.
+            run: run that the interrupted job was working on.
 
         Returns:
             The submission.

@@ -15,7 +15,7 @@ from fairseq_rpe.questions.prompt import Truncate
 from fairseq_rpe.runs.run_folder import LAYOUT, SWEEP_RECORD, CheckpointKind, RunFolder, check_layout
 from fairseq_rpe.runs.settings import IDENTITY, RunSettings
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import RESTORE, read_json, write_json
+from fairseq_rpe.utils.json_files import RESTORE, read_json, write_json
 from fairseq_rpe.utils.records import Betas, Count, Fraction, Natural, NonNegative, Rate, Rule, TextTuple
 
 Kind = Literal["text", "algorithms", "answers"]
@@ -27,8 +27,8 @@ def slug(spec: str, seed: int) -> str:
     """Return a file name for a run; different specs get different names.
 
     Args:
-        spec: what is trained.
-        seed: seed of the run.
+        spec: spec of the encoding or method that is trained.
+        seed: random seed of the training.
 
     Returns:
         The name, with a hash if the spec has characters that a file name should not have.
@@ -44,6 +44,21 @@ class OptimizationSettings:
     """Settings of a training in a recipe or record.
 
     ``None`` selects the default; in a training that continues another one, the value of that training.
+
+    Attributes:
+        tokens: training length in tokens.
+        batch_sentences: number of sequences of an update, over all processes and accumulated batches.
+        updates: number of updates.
+        lr: peak learning rate.
+        warmup: number of updates in which the learning rate rises to ``lr``.
+        schedule: learning rate after the warm-up.
+        min_lr: last learning rate of a cosine schedule.
+        betas: β1 and β2 of Adam.
+        weight_decay: weight decay of Adam.
+        clip_norm: largest norm of the gradient; 0 does not clip it.
+        dropout: dropout of embeddings and sublayers.
+        attention_dropout: dropout of attention weights.
+        activation_dropout: dropout in feed-forward layers.
     """
 
     tokens: Count | None = None
@@ -70,7 +85,7 @@ class Method:
     """A method that a sweep compares: an encoding with its position transforms.
 
     Attributes:
-        name: label in all outputs.
+        name: label of the method in all tables and figures.
         rpe: spec of the encoding.
         positions_train, positions_eval: specs of the position transforms.
         rpe_eval: encoding that replaces ``rpe`` in evaluation, without training.
@@ -97,7 +112,7 @@ class Method:
         Methods with the same training share a run; a method that continues another one has a run of its own.
 
         Args:
-            seed: seed of the run.
+            seed: random seed of the training.
             algorithm: generated task or set of questions.
 
         Returns:
@@ -117,7 +132,13 @@ class Method:
 
 @dataclass(frozen=True)
 class TrainingSettings(OptimizationSettings):
-    """Settings of a training and its model in a recipe, its own or published ones; ``None``: not stated."""
+    """Settings of a training and its model in a recipe, its own or published ones; None if not stated.
+
+    Attributes:
+        arch: model architecture of fairseq.
+        activation_fn: activation function of feed-forward layers.
+        share_embeddings: whether input and output embeddings are the same parameters.
+    """
 
     arch: str | None = None
     activation_fn: Literal["relu", "gelu", "gelu_accurate"] | None = None
@@ -126,9 +147,15 @@ class TrainingSettings(OptimizationSettings):
 
 @dataclass(frozen=True)
 class PublishedSettings(TrainingSettings):
-    """Settings of published runs; ``None``: not published.
+    """Settings of published runs, in the words of the paper; None if not published.
 
     Attributes:
+        data: name of the training text.
+        tokeniser: kind of the tokenizer.
+        model: layers, heads and widths of the model.
+        vocabulary: number of types.
+        parameters: number of parameters.
+        optimiser: name of the optimizer.
         context: whether a training sequence may hold more than one document.
     """
 
@@ -146,8 +173,8 @@ class Published:
     """Published results of a recipe.
 
     Attributes:
-        source: paper and table.
-        url: address of the source.
+        source: paper, and table or figure in it.
+        url: web address of the source.
         settings: settings of the published runs.
         measure: ``ppl``, ``log_ppl`` (natural logarithm) or ``score`` (a metric in per cent).
         values: results by method, then by length for text; by task for algorithms (exact match in per cent); by set or
@@ -181,7 +208,7 @@ def read_published(table: object, source: str, methods: Mapping[str, Method] | N
     """Read published results from a table of TOML or JSON.
 
     Args:
-        table: the table.
+        table: contents of ``published``, as the file has it.
         source: file, for messages.
         methods: methods that may have values; None skips this check.
 
@@ -209,8 +236,8 @@ class SweepSettings(RunSettings):
     """Settings that all runs of a sweep share; settings that differ between runs are ``None``.
 
     Attributes:
-        updates: updates of each training.
-        split: split that is scored.
+        updates: number of updates of each training.
+        split: split that results are computed on.
     """
 
     updates: int | None = None
@@ -227,8 +254,8 @@ class EvaluationText:
     """A text or question folder that runs are evaluated on.
 
     Attributes:
-        data: path of the folder.
-        digest: digest of the folder.
+        data: path of the prepared folder.
+        digest: digest of the contents, so that the folder may be moved.
     """
 
     data: str
@@ -276,13 +303,13 @@ class SweepRecord:
     Attributes:
         settings: settings of the trainings; in a sweep over questions those of the pre-training.
         encodings: names of the methods, in the order of the command line.
-        seeds: seeds of each method.
+        seeds: seeds with which each method is trained.
         lengths: lengths of the evaluation, in tokens or items.
-        methods: methods by name.
-        recipe: name of the recipe.
+        methods: methods by name, with their specs and position transforms.
+        recipe: name of the recipe on the command line, None without one.
         title, paper, published: the recipe's title, paper and published results.
         commands: command lines by run and stage.
-        data: text of the training.
+        data: path of the text of the training, None for generated tasks.
         algorithms: generated tasks; empty for a sweep on text.
         evaluate: further texts of the evaluation, by name.
         questions: folders that a sweep over questions fine-tunes and evaluates on, by name.
@@ -363,7 +390,7 @@ class SweepFolder:
         """Write sweep.json.
 
         Args:
-            record: record of the sweep.
+            record: contents of sweep.json, of which the layout is added here.
         """
         table = {"layout": LAYOUT, **records.to_dict(record)}
         table["settings"] = record.settings.to_dict()

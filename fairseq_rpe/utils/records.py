@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fairseq_rpe.core.errors import UserError, shorten_path
 from fairseq_rpe.core.spec import did_you_mean
-from fairseq_rpe.utils.files import DELETE_LINE, RESTORE, read_json_lines
+from fairseq_rpe.utils.json_files import DELETE_LINE, RESTORE, read_json_lines
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,7 +35,7 @@ class Rule:
     words: str
 
 
-_LIMIT = 1 << 63
+_LIMIT = 1 << 63  # torch and NumPy hold integers in 64 bits
 NonEmptyText = Annotated[str, Rule(lambda v: bool(v.strip()), "text that is not empty")]
 Count = Annotated[int, Rule(lambda v: 1 <= v < _LIMIT, "a whole number above 0")]
 Natural = Annotated[int, Rule(lambda v: 0 <= v < _LIMIT, "a whole number from 0 on")]
@@ -57,7 +57,7 @@ Unbounded = Annotated[float, Rule(lambda v: v >= 1 - 1e-6, "a number of at least
 Share = Annotated[float, Rule(lambda v: 0 <= v <= 1, "a number from 0 to 1")]
 TextTuple = tuple[str, ...]
 _WORDS = {str: "text", int: "a whole number", float: "a number with a decimal point", bool: "true or false"}
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which JSON can hold and UTF-8 cannot
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 
@@ -84,52 +84,45 @@ def read_record(
         UserError: It is not a table, a key is unknown or missing, or a value does not match its annotation.
     """
     try:
-        return _read_table(kind, table, source, what, strict)
+        return _TableReader(source, what, strict).read(kind, table)
     except UserError as error:
         raise UserError(f"{error}" if strict else f"{error}: {remedy}") from None
 
 
 def read_records(kind: type[Record], path: Path, what: str) -> list[Record]:
-    """Read the records of a JSON-lines file that a program wrote; none if there is no such file."""
+    """Read the records of a JSON-lines file that a program wrote; none if there is no such file.
+
+    Args:
+        kind: A dataclass.
+        path: The file.
+        what: Name of a record, for messages, such as "the result".
+
+    Returns:
+        A record per line, in order.
+
+    Raises:
+        UserError: A line is damaged or no such record; the message names the line.
+    """
     rows = enumerate(read_json_lines(path), start=1)
     return [read_record(kind, row, f"{path} line {n}", what, strict=False, remedy=DELETE_LINE) for n, row in rows]
 
 
-def _read_table(kind: type[Record], table: object, source: str, what: str, strict: bool) -> Record:
-    if not isinstance(table, Mapping):
-        raise UserError(f"{source}: {what} is not a table")
-    fields, hints, plain, plain_items = _fields(kind)
-    values = {}
-    for key, value in table.items():
-        if key in fields:
-            if key in plain and plain[key].admits(value):
-                values[key] = value
-            elif key in plain_items and type(value) is list and all(map(plain_items[key].admits, value)):
-                values[key] = tuple(value)
-            else:
-                values[key] = _value(hints[key], value, source, key, what, strict)
-        elif strict:
-            raise UserError(f"{source}: {what} has an unknown key '{key}'{did_you_mean(key, fields)}")
-    for name, field in fields.items():
-        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{source}: {what} lacks {name}")
-    record = kind(**values)
-    fault = getattr(record, "fault", None)
-    if fault is not None and (reason := fault()):
-        raise UserError(f"{source}: {what} {reason}")
-    return record
-
-
 @dataclasses.dataclass(frozen=True)
 class _Plain:
-    """A simple annotation: a scalar type of JSON, with or without a rule, perhaps optional."""
+    """A simple annotation: a scalar type of JSON, with or without a rule, perhaps optional.
+
+    Attributes:
+        kind: str, int, float or bool.
+        is_valid: Test of the rule, if there is one.
+        optional: Whether None is allowed.
+    """
 
     kind: type[Any]
     is_valid: Callable[[Any], bool] | None
     optional: bool
 
     def admits(self, value: object) -> bool:
-        """Whether a value certainly matches; :func:`_value` decides about others."""
+        """Whether a value certainly matches; :class:`_TableReader` decides about others."""
         if value is None:
             return self.optional
         if type(value) is not self.kind:
@@ -157,7 +150,14 @@ class _Plain:
 
 
 class _Fields(typing.NamedTuple):
-    """The fields and annotations of a dataclass by name, and the simple annotations, of fields and of tuple items."""
+    """Fields of a dataclass by name.
+
+    Attributes:
+        fields: All fields.
+        hints: Annotations of all fields.
+        plain: Annotations of the fields with a simple one.
+        plain_items: Annotations of the items of those fields that are tuples of a simple type.
+    """
 
     fields: dict[str, dataclasses.Field[Any]]
     hints: dict[str, Any]
@@ -174,6 +174,108 @@ def _fields(kind: type[Any]) -> _Fields:
         for group in (hints, items)
     )
     return _Fields({f.name: f for f in dataclasses.fields(kind)}, hints, plain, plain_items)
+
+
+class _TableReader(typing.NamedTuple):
+    """Conversion of one table to a record.
+
+    Attributes:
+        source: Name of the file, for messages.
+        what: Name of the table within the file, for messages.
+        strict: As for :func:`read_record`.
+    """
+
+    source: str
+    what: str
+    strict: bool
+
+    def read(self, kind: type[Record], table: object) -> Record:
+        """Convert the table to a record of a dataclass."""
+        if not isinstance(table, Mapping):
+            raise UserError(f"{self.source}: {self.what} is not a table")
+        fields, hints, plain, plain_items = _fields(kind)
+        values = {}
+        for key, value in table.items():
+            if key in fields:
+                # Most values are plain. Accepting them here keeps files of thousands of rows fast.
+                if key in plain and plain[key].admits(value):
+                    values[key] = value
+                elif key in plain_items and type(value) is list and all(map(plain_items[key].admits, value)):
+                    values[key] = tuple(value)
+                else:
+                    values[key] = self._convert(hints[key], value, key)
+            elif self.strict:
+                raise UserError(f"{self.source}: {self.what} has an unknown key '{key}'{did_you_mean(key, fields)}")
+        for name, field in fields.items():
+            if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+                raise UserError(f"{self.source}: {self.what} lacks {name}")
+        record = kind(**values)
+        fault = getattr(record, "fault", None)
+        if fault is not None and (reason := fault()):
+            raise UserError(f"{self.source}: {self.what} {reason}")
+        return record
+
+    def _convert(self, hint: Any, value: object, key: str) -> Any:
+        """Convert the value of ``key`` to the type that ``hint`` annotates, or refuse it."""
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is Annotated:
+            return self._convert_by_rule(arguments[0], arguments[1], value, key)
+        if origin in (typing.Union, types.UnionType):
+            return self._convert_to_union(arguments, value, key)
+        if origin is typing.Literal:
+            return value if value in arguments else self._refuse(" or ".join(map(str, arguments)), value, key)
+        if origin is tuple:
+            if not isinstance(value, (list, tuple)):
+                self._refuse("a list", value, key)
+            return tuple(self._convert(arguments[0], item, key) for item in value)
+        if origin in (dict, Mapping):
+            return self._convert_to_mapping(arguments[1], value, key)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            return self._enter(key).read(hint, value)
+        return self._convert_to_scalar(hint, value, key)
+
+    def _convert_by_rule(self, hint: Any, rule: Rule, value: object, key: str) -> Any:
+        try:  # the rule of a float decides whether it may be infinite
+            result = _to_float(value, self.strict) if hint is float else self._convert(hint, value, key)
+        except UserError:
+            self._refuse(rule.words, value, key)
+        return result if result is not None and rule.is_valid(result) else self._refuse(rule.words, value, key)
+
+    def _convert_to_union(self, kinds: tuple[Any, ...], value: object, key: str) -> Any:
+        """Convert to the first of ``kinds`` that admits the value; the last one refuses it."""
+        if value is None and types.NoneType in kinds:
+            return None
+        *others, last = [kind for kind in kinds if kind is not types.NoneType]
+        for kind in others:
+            with contextlib.suppress(UserError):
+                return self._convert(kind, value, key)
+        return self._convert(last, value, key)
+
+    def _convert_to_mapping(self, item_hint: Any, value: object, key: str) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            self._refuse("a table", value, key)
+        reader = self._enter(key)
+        for name in value:
+            reader._convert(str, str(name), "a name")
+        return {str(name): reader._convert(item_hint, item, name) for name, item in value.items()}
+
+    def _convert_to_scalar(self, hint: Any, value: object, key: str) -> Any:
+        if hint is float:
+            result = _to_float(value, self.strict)
+            if result is None or not math.isfinite(result):
+                self._refuse(_WORDS[float] if self.strict else "a number", value, key)
+            return result
+        if hint is str and isinstance(value, str) and _SURROGATE.search(value):
+            self._refuse("text without half a surrogate pair", value, key)
+        return value if hint in (object, type(value)) else self._refuse(_WORDS[hint], value, key)
+
+    def _enter(self, key: str) -> "_TableReader":
+        """Return the reader of the table under ``key``."""
+        return self._replace(what=f"{key} of {self.what}")
+
+    def _refuse(self, words: str, value: object, key: str) -> typing.NoReturn:
+        text = shorten_path(_repr.repr(value))
+        raise UserError(f"{self.source}: {key} of {self.what} must be {words}, not {text}")
 
 
 def to_dict(record: Any) -> dict[str, Any]:
@@ -196,52 +298,8 @@ def from_attributes(kind: type[Record], source: object, **values: object) -> Rec
     return kind(**{**attributes, **values})
 
 
-def _value(hint: Any, value: object, source: str, key: str, what: str, strict: bool) -> Any:
-    def refuse(words: str) -> typing.NoReturn:
-        raise UserError(f"{source}: {key} of {what} must be {words}, not {shorten_path(_repr.repr(value))}")
-
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        rule = inner[1]
-        try:  # the rule of a float decides whether it may be infinite
-            result = _float(value, strict) if inner[0] is float else _value(inner[0], value, source, key, what, strict)
-        except UserError:
-            refuse(rule.words)
-        return result if result is not None and rule.is_valid(result) else refuse(rule.words)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and types.NoneType in inner:
-            return None
-        *kinds, last = [kind for kind in inner if kind is not types.NoneType]
-        for kind in kinds:
-            with contextlib.suppress(UserError):
-                return _value(kind, value, source, key, what, strict)
-        return _value(last, value, source, key, what, strict)
-    if origin is typing.Literal:
-        return value if value in inner else refuse(" or ".join(map(str, inner)))
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            refuse("a list")
-        return tuple(_value(inner[0], item, source, key, what, strict) for item in value)
-    if origin in (dict, Mapping):
-        if not isinstance(value, Mapping):
-            refuse("a table")
-        for name in value:
-            _value(str, str(name), source, "a name", f"{key} of {what}", strict)
-        return {str(k): _value(inner[1], item, source, k, f"{key} of {what}", strict) for k, item in value.items()}
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _read_table(hint, value, source, f"{key} of {what}", strict)
-    if hint is float:
-        result = _float(value, strict)
-        return (
-            result if result is not None and math.isfinite(result) else refuse(_WORDS[float] if strict else "a number")
-        )
-    if hint is str and isinstance(value, str) and _SURROGATE.search(value):
-        refuse("text without half a surrogate pair")
-    return value if hint in (object, type(value)) else refuse(_WORDS[hint])
-
-
-def _float(value: object, strict: bool) -> float | None:
-    """``value`` if it is a float, or an integer unless ``strict``, as a float; None otherwise."""
+def _to_float(value: object, strict: bool) -> float | None:
+    """Return a float, or an integer unless ``strict``, as a float; None for anything else."""
     if type(value) is int and not strict:
         with contextlib.suppress(OverflowError):
             return float(value)

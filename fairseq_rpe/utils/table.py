@@ -18,7 +18,7 @@ _LATEX_SIGNS = {
     **{"≈": r"$\approx$", "∞": r"$\infty$", "‖": r"$\Vert$", "√": r"$\surd$", "★": r"$\star$", "∑": r"$\Sigma$"},
     **{"…": r"\ldots{}", "–": "--", "—": "---", "’": "'", "“": "``", "”": "''", "→": r"$\rightarrow$"},
 }
-# private-use characters around bold and small text, which escaping keeps
+# Private-use characters around bold and small text. tabulate's escaping keeps them; `_latex_signs` replaces them.
 _BOLD, _LEFT, _RIGHT, _BELOW, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 _MARKS = {_BOLD: r"\textbf{", _LEFT: r"\shortstack[l]{", _RIGHT: r"\shortstack[r]{"}
 _MARKS |= {_BELOW: r"\\ \scriptsize ", _END: "}"}
@@ -164,12 +164,23 @@ def log_spaced(values: Sequence[int], max_count: int) -> list[int]:
     if len(values) <= max_count:
         return list(values)
     first, ratio = values[0], values[-1] / values[0]
-    chosen = {bisect_left(values, round(first * ratio ** (k / (max_count - 1)))) for k in range(max_count)}
-    return [values[k] for k in sorted(chosen | {len(values) - 1}) if k < len(values)]
+    # for each point on the scale, the index of the next value; rounding may put the last point after the last value
+    indices = {bisect_left(values, round(first * ratio ** (k / (max_count - 1)))) for k in range(max_count)}
+    return [values[index] for index in sorted(indices | {len(values) - 1}) if index < len(values)]
 
 
 def cell_with_range(mean: float | None, format_spec: str, seeds: Sequence[float], best: float | None = None) -> Cell:
-    """Return a cell with the mean over seeds and, for several seeds, the range: 0.98 (0.97 to 0.99)."""
+    """Return a cell with the mean over seeds and, for several seeds, the range: 0.98 (0.97 to 0.99).
+
+    Args:
+        mean: The mean; None: an empty cell.
+        format_spec: Format of the numbers, such as ".2f".
+        seeds: Value of each seed.
+        best: Best mean of the column; the cell is marked if it has this.
+
+    Returns:
+        The cell.
+    """
     cell = number_cell(mean, format_spec, best)
     if mean is None or len(seeds) < 2:
         return cell

@@ -26,7 +26,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.runs import checkpoints, launch, processes
 from fairseq_rpe.runs.run_folder import CheckpointFolder
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import files, json_files
 
 LAST = "checkpoint_last.pt"
 RUN = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
@@ -208,8 +208,8 @@ def test_an_interrupted_training_is_one_line(corpus, tmp_path, monkeypatch):
     """The keyboard interrupts as soon as the end of the trainer is waited for; SIGTERM: tests/runs/test_launch.py."""
     children = []
 
-    def spawn(*given: object, real=processes.spawn):
-        child = real(*given)
+    def spawn(*given: object, real=processes.spawn, **options: object):
+        child = real(*given, **options)
         wait = child.wait
         interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
         monkeypatch.setattr(child, "wait", lambda *timeout: wait(*timeout) if timeout else interrupt())
@@ -243,7 +243,7 @@ def test_training_on_documents_goes_on_bit_equal_and_is_on_record(corpus, tmp_pa
     assert_equal_models(train("parts", 4, *document), whole)
     separate, together = train("separate", 2, "--separate-documents"), train("together", 2)
     for path, name, value in ((whole, "blocks", "document"), (separate, "separate_documents", True)):
-        assert files.read_json(path.with_name("run.json"))["settings"][name] == value
+        assert json_files.read_json(path.with_name("run.json"))["settings"][name] == value
         assert checkpoints.load(path).task[name] == value
     first, second = (checkpoints.load(path).weights for path in (separate, together))
     assert first.keys() == second.keys() and any(not torch.equal(first[name], second[name]) for name in first)
@@ -327,7 +327,7 @@ def test_newest_whole_checkpoint_becomes_the_last(tmp_path):
 
 def test_files_are_whole_or_absent(tmp_path):
     path = tmp_path / "deep" / "a.json"
-    files.write_json(path, {"a": 1})
+    json_files.write_json(path, {"a": 1})
 
     def fail(target: Path) -> None:
         target.write_text("half")
@@ -335,7 +335,7 @@ def test_files_are_whole_or_absent(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         files.write_via_temporary(path, fail)
-    assert files.read_json(path) == {"a": 1} and os.listdir(path.parent) == ["a.json"]
+    assert json_files.read_json(path) == {"a": 1} and os.listdir(path.parent) == ["a.json"]
 
 
 def test_index_is_read_as_fairseq_reads_it(corpus):

@@ -22,7 +22,7 @@ from fairseq_rpe.evaluation import records
 from fairseq_rpe.figures import style
 from fairseq_rpe.runs import child_output, processes
 from fairseq_rpe.runs.reserved_flags import RESERVED_FLAGS
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import files, json_files, output_checks
 
 SMALL = ["--rpe", "alibi", "--tokens", "32", "--updates", "2", "--batch-sentences", "4", "--device", "cpu"]
 
@@ -134,16 +134,16 @@ def test_places_that_cannot_be_written_are_found_before_any_work(tmp_path):
         "does not exist": Path("/proc/nothing/x"),
     }.items():
         with pytest.raises(errors.UserError, match=f"^--out .*{words}"):
-            files.check_output_file("--out", path)
+            output_checks.check_output_file("--out", path)
         if words != "is a folder":
             words = "is a file, not a folder" if words in ("is a device", "a pipe") else words
             with pytest.raises(errors.UserError, match=f"^--out .*{words}"):
-                files.check_output_folder(path.with_name("x" * 300) if "name" in words else path, flag="--out")
+                output_checks.check_output_folder(path.with_name("x" * 300) if "name" in words else path, flag="--out")
     for below in (tmp_path / "nothing", tmp_path / "nothing/below"):
         with pytest.raises(errors.UserError, match=r"^--out .*nothing is a link to nothing, not a folder"):
-            files.check_output_folder(below)
+            output_checks.check_output_folder(below)
     with pytest.raises(errors.UserError, match=f"^--out .*{tmp_path.name} is a folder"):
-        files.check_output_folder(tmp_path.parent, [tmp_path.name])
+        output_checks.check_output_folder(tmp_path.parent, [tmp_path.name])
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "kept"
 
 
@@ -155,12 +155,12 @@ def test_a_place_is_tried_out_and_left_as_it_was(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "fsync", lambda handle: seen.append((tmp_path / "a").exists()))
-    files.check_output_file("--out", tmp_path / "a/b/c.csv")
-    files.check_output_folder(tmp_path / "a/b")
+    output_checks.check_output_file("--out", tmp_path / "a/b/c.csv")
+    output_checks.check_output_folder(tmp_path / "a/b")
     assert seen == [False, False]
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(errors.UserError, match="--out .*c.csv: no space left on the disk"):
-        files.check_output_file("--out", tmp_path / "a/b/c.csv")
+        output_checks.check_output_file("--out", tmp_path / "a/b/c.csv")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,7 +192,7 @@ def test_a_result_that_cannot_be_stored_is_given_first(tmp_path, monkeypatch):
     def full(path: Path, row: object) -> None:
         raise OSError(errno.ENOSPC, "no space", str(path))
 
-    monkeypatch.setattr(files, "append_json_line", full)
+    monkeypatch.setattr(json_files, "append_json_line", full)
     key = records.TextKey(checkpoint="c", split="test", length=8)
     found = records.TextResult(**vars(key), tokens=1, loss_base2=1.0, ppl=2.0)
     given = records.resume_results(records.TextResult, tmp_path / "out", [key], lambda missing: lambda key: found)
@@ -269,7 +269,7 @@ def test_a_child_s_words_are_passed_on_and_its_last_ones_become_one_line(capsys,
 
 def test_what_a_pipe_would_give_is_refused_by_every_reader(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for read in (files.read_json, files.read_json_lines, files.sha256_of_files, files.read_input):
+    for read in (json_files.read_json, json_files.read_json_lines, files.sha256_of_files, files.read_input):
         with pytest.raises(errors.UserError, match="pipe is a device, a pipe or a socket: name a plain file"):
             read(tmp_path / "pipe")
         with pytest.raises(errors.UserError, match="/dev/zero is a device"):

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from refusal import refused
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.utils import files, records
+from fairseq_rpe.utils import json_files, records
 from fairseq_rpe.utils.records import Count, Natural, Positive, Share, Unbounded
 
 GOOD = '{"name": "a", "tokens": 7, "ppl": 2.5}\n'
 steady = settings(max_examples=80, deadline=None, derandomize=True)
 APPEND = """
 import pathlib, sys
-from fairseq_rpe.utils.files import append_json_line
+from fairseq_rpe.utils.json_files import append_json_line
 for number in range(50):
     append_json_line(pathlib.Path(sys.argv[1]), {"writer": sys.argv[2], "number": number, "filler": "x" * 300})
 """
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 def test_no_row_is_lost_where_several_processes_append(path):
     writers = [subprocess.Popen([sys.executable, "-c", APPEND, path, name]) for name in "abc"]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
-    rows = files.read_json_lines(path)
+    rows = json_files.read_json_lines(path)
     for name in "abc":
         assert [row["number"] for row in rows if row["writer"] == name] == list(range(50))
     assert len(rows) == 150
@@ -59,26 +59,26 @@ def test_rows_survive_a_cut_at_any_byte(tmp_path_factory, rows, data):
     """A kill leaves the beginning of a file, or zeros where bytes were not written yet; complete rows stay."""
     path = tmp_path_factory.mktemp("cut") / "rows.jsonl"
     for row in rows:
-        files.append_json_line(path, row)
+        json_files.append_json_line(path, row)
     whole = path.read_bytes()
-    assert files.read_json_lines(path) == rows
+    assert json_files.read_json_lines(path) == rows
     at = data.draw(st.integers(0, len(whole)))
     begun = whole[:at].rpartition(b"\n")[2]
     zeros = b"\0" * data.draw(st.integers(0, 9))
     path.write_bytes(whole[:at] + zeros)
     ended = begun and whole[at : at + 1] == b"\n" and not zeros  # only its newline is missing
     complete = rows[: whole[:at].count(b"\n") + bool(ended)]
-    assert files.read_json_lines(path) == complete
-    files.append_json_line(path, {"a": 2})
-    assert files.read_json_lines(path) == [*complete, {"a": 2}]
+    assert json_files.read_json_lines(path) == complete
+    json_files.append_json_line(path, {"a": 2})
+    assert json_files.read_json_lines(path) == [*complete, {"a": 2}]
     assert path.read_bytes().endswith(b'{"a": 2}\n')
 
 
 def test_an_unfinished_row_longer_than_a_block_is_cut_off(path):
     for unfinished in (b'{"b": "' + b"x" * 20_000, b"\0" * 9, b'{"a": \0\0'):
         path.write_bytes(b'{"a": 1}\n' + unfinished)
-        assert files.read_json_lines(path) == [{"a": 1}]
-        files.append_json_line(path, {"a": 2})
+        assert json_files.read_json_lines(path) == [{"a": 1}]
+        json_files.append_json_line(path, {"a": 2})
         assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
 
 
@@ -86,7 +86,7 @@ def test_an_unfinished_row_longer_than_a_block_is_cut_off(path):
 def test_a_last_line_that_is_no_row_is_refused_and_stays(text, path):
     path.write_text(f'{{"a": 1}}\n{text}')
     with refused("rows.jsonl line 2 is not a JSON object .*delete that line"):
-        files.append_json_line(path, {})
+        json_files.append_json_line(path, {})
     assert path.read_text() == f'{{"a": 1}}\n{text}'
 
 
@@ -101,7 +101,7 @@ def test_the_work_for_a_row_does_not_grow_with_the_file(path, monkeypatch):
             patched.setattr(os, "write", lambda handle, data: moved.append(len(data)) or write(handle, data))
             patched.setattr(Path, "read_bytes", lambda path: pytest.fail("the whole file is read"))
             moved.clear()
-            files.append_json_line(path, {"a": 1})
+            json_files.append_json_line(path, {"a": 1})
         assert path.read_bytes().count(b"\n") == rows + 1
         return sum(moved)
 
@@ -111,7 +111,7 @@ def test_the_work_for_a_row_does_not_grow_with_the_file(path, monkeypatch):
 def test_a_row_is_on_the_disk_before_the_next_work_begins(path, monkeypatch):
     seen: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda handle: seen.append(os.fstat(handle).st_size))
-    files.append_json_line(path, {"a": 1})
+    json_files.append_json_line(path, {"a": 1})
     assert seen == [len(json.dumps({"a": 1})) + 1]
 
 
@@ -126,10 +126,10 @@ def test_a_full_disk_leaves_the_file_as_it_was_and_is_named(path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError) as caught:
-        files.append_json_line(path, {"a": 2})
+        json_files.append_json_line(path, {"a": 2})
     assert caught.value.filename == str(path) and path.read_text() == '{"a": 1}'
     with pytest.raises(OSError):
-        files.append_json_line(path.with_name("new.jsonl"), {"a": 2})
+        json_files.append_json_line(path.with_name("new.jsonl"), {"a": 2})
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -144,8 +144,8 @@ def test_a_file_that_is_replaced_while_it_is_waited_for_gets_the_row(path, monke
             other.replace(path)
 
     monkeypatch.setattr(fcntl, "flock", replaced)
-    files.append_json_line(path, {"b": 2})
-    assert files.read_json_lines(path) == [{"b": 1}, {"b": 2}]
+    json_files.append_json_line(path, {"b": 2})
+    assert json_files.read_json_lines(path) == [{"b": 1}, {"b": 2}]
 
 
 @dataclass(frozen=True)
@@ -250,15 +250,15 @@ def test_a_damaged_row_is_named_and_the_others_stay(line: bytes, words: str, pat
     message = error_of(records.read_records, Row, path, "the row")
     assert words in message and message.startswith(f"{path} line 2")
     before = path.read_bytes()
-    files.append_json_line(path, {})
+    json_files.append_json_line(path, {})
     assert path.read_bytes() == before + b"{}\n"
 
 
 def test_rows_stay_as_they_were_written(path: Path) -> None:
-    assert files.read_json_lines(path) == [] == records.read_records(Row, path, "the row")
+    assert json_files.read_json_lines(path) == [] == records.read_records(Row, path, "the row")
     odd = '{"name":"\u2028", "tokens": 7, "ppl": 2, "words": Infinity, "later": NaN}'
     path.write_text(odd, encoding="utf-8")
-    files.append_json_line(path, json.loads(GOOD))
+    json_files.append_json_line(path, json.loads(GOOD))
     assert path.read_text(encoding="utf-8") == odd + "\n" + GOOD
     assert records.read_records(Row, path, "the row") == [Row("\u2028", 7, 2.0, math.inf), Row("a", 7, 2.5)]
     assert [*path.parent.iterdir()] == [path]
@@ -276,9 +276,9 @@ def test_rows_stay_as_they_were_written(path: Path) -> None:
     ids=range(5),
 )
 def test_a_damaged_file_is_named_with_its_line(content: bytes, words: str, path: Path) -> None:
-    assert error_of(files.read_json, path) == f"{path} does not exist"
+    assert error_of(json_files.read_json, path) == f"{path} does not exist"
     path.write_bytes(content)
-    assert error_of(files.read_json, path).startswith(f"{path} {words}")
+    assert error_of(json_files.read_json, path).startswith(f"{path} {words}")
 
 
 def test_what_a_user_wrote_needs_no_restoring() -> None:
@@ -304,5 +304,5 @@ def test_lists_of_numbers_are_checked_without_reading_annotations_for_each(monke
     assert "f: loss of the row" in error_of(
         records.read_record, Lists, {"upto": [], "loss": [math.nan]}, "f", "the row"
     )
-    monkeypatch.delattr(records, "_value")  # which takes most of the time of a file of 200,000 results
+    monkeypatch.delattr(records._TableReader, "_convert")  # which takes most of the time of a file of 200,000 results
     assert records.read_record(Lists, {"upto": [1, 2], "loss": [0.5]}, "f", "the row") == Lists((1, 2), (0.5,))

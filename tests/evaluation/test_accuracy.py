@@ -21,7 +21,7 @@ from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.cli.sweep import resolve_sweep
 from fairseq_rpe.evaluation.exact_match import explicit_ratio
 from fairseq_rpe.sweeps import grid
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import files, json_files
 
 SMALL = ["--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 TASK = "copy:items=3,times=3,train=400,valid=20,test=60,alphabet=12"
@@ -112,7 +112,7 @@ def right_answers(loaded, n: int, transform: str) -> int:
 def test_every_example_is_asked_once_and_nothing_is_redone(checkpoint, tmp_path):
     command = ("eval-task", checkpoint, "--out", out := tmp_path / "deep" / "rows.jsonl")
     rows = rows_of(*command)  # every line that it prints is a row
-    assert rows == files.read_json_lines(out)
+    assert rows == json_files.read_json_lines(out)
     assert [row["length"] for row in rows] == sorted(COUNTS) == list(range(2, LONGEST + 1))
     assert {row["length"]: row["examples"] for row in rows} == COUNTS and sum(COUNTS.values()) == 60
     known = {"transform": "identity", "positions": None, "rpe": None, "unit": "items", "encoding": "rope"}
@@ -128,12 +128,12 @@ def test_every_example_is_asked_once_and_nothing_is_redone(checkpoint, tmp_path)
     # killed before the last three numbers of items
     out.write_bytes(b"".join(whole.splitlines(keepends=True)[:-3]))
     again = rows_of(*command)
-    assert again[:-3] == rows[:-3] and files.read_json_lines(out) == again
+    assert again[:-3] == rows[:-3] and json_files.read_json_lines(out) == again
     assert without_seconds(again) == without_seconds(rows)
 
     # another measurement is added, none is taken for another
     more = rows_of(*command, "--positions-eval", "interpolate", "--lengths", "2")
-    assert files.read_json_lines(out) == [*again, *more] and more[0]["positions"] == "interpolate"
+    assert json_files.read_json_lines(out) == [*again, *more] and more[0]["positions"] == "interpolate"
 
 
 def test_right_answers_are_those_of_full_forward_passes(checkpoint, loaded):
@@ -303,7 +303,7 @@ def test_methods_that_differ_in_evaluation_share_the_training(swept, checkpoint)
     assert [p.name for p in (out / "runs").iterdir()] == [checkpoint.parents[1].name]
     log = (checkpoint.parents[1] / "train.log").read_text()
     assert log.count("| INFO | fairseq_cli.train | task: AlgorithmicTask") == 1
-    measured, counts = files.read_json_lines(checkpoint.parents[1] / "eval.jsonl"), range(2, LONGEST + 1)
+    measured, counts = json_files.read_json_lines(checkpoint.parents[1] / "eval.jsonl"), range(2, LONGEST + 1)
     assert [(r["positions"], r["length"]) for r in measured] == [(p, n) for p in (None, "interpolate") for n in counts]
     rows = table_of(out)
     assert list(rows[0]) == ["task", "method", "seed", "items", "examples", "right", "accuracy", "positions"]
@@ -374,13 +374,13 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path):
     assert work_left() == []
     (folder,) = (out / "runs").iterdir()
     results = folder / "eval.jsonl"
-    whole = files.read_json_lines(results)
+    whole = json_files.read_json_lines(results)
     kept = whole[:-5]  # the others are of `squeezed`
     results.write_text("".join(json.dumps(row) + "\n" for row in kept))
     (stage,) = work_left()
     assert stage.name == "evaluating" and stage.command[-2:] == ["--positions-eval", "interpolate"]
     run_here(*stage.command[stage.command.index("eval-task") :])
-    again = files.read_json_lines(results)
+    again = json_files.read_json_lines(results)
     assert again[: len(kept)] == kept and work_left() == []
     assert without_seconds(again) == without_seconds(whole)
 
@@ -402,12 +402,12 @@ def test_a_report_writes_the_same_tables_and_seeds_weigh_alike(swept, tmp_path):
     (folder,) = (out / "runs").iterdir()
     other = folder.with_name(folder.name.replace("-seed1", "-seed2"))
     shutil.copytree(folder, other)
-    rows = [{**r, "right": r["examples"], "accuracy": 1.0} for r in files.read_json_lines(other / "eval.jsonl")]
+    rows = [{**r, "right": r["examples"], "accuracy": 1.0} for r in json_files.read_json_lines(other / "eval.jsonl")]
     others = ({"checkpoint": "older", "right": 0}, {"unit": "tokens"}, {"split": "valid"}, {"rpe": "alibi"})
     rows += [{**r, **change, "accuracy": 0.0} for change in others for r in rows]
     (other / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    state = files.read_json(out / "sweep.json")
-    files.write_json(out / "sweep.json", {**state, "seeds": [1, 2]})
+    state = json_files.read_json(out / "sweep.json")
+    json_files.write_json(out / "sweep.json", {**state, "seeds": [1, 2]})
     one = table_of(out)
     run_here("report", out)
     both = table_of(out)
@@ -447,8 +447,8 @@ def test_another_sweep_in_the_folder_is_refused(swept, corpus, tmp_path):
     said = refusal("sweep", "--recipe", recipe, "--out", out, "--updates", UPDATES + 5)
     assert f"is {UPDATES} there, {UPDATES + 5} here)" in said
     (kind := tmp_path / "kind").mkdir()
-    state = files.read_json(out / "sweep.json")
-    files.write_json(kind / "sweep.json", {k: v for k, v in state.items() if k != "algorithms"})
+    state = json_files.read_json(out / "sweep.json")
+    json_files.write_json(kind / "sweep.json", {k: v for k, v in state.items() if k != "algorithms"})
     assert "holds a sweep of another kind" in refusal("sweep", "--recipe", recipe, "--out", kind)
     moved = tmp_path / "moved.toml"
     moved.write_text(RECIPE.replace('positions_eval = "interpolate"', 'positions_eval = "offset:tokens=2"'))

@@ -15,7 +15,7 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.evaluation import exact_match
 from fairseq_rpe.sweeps.local_executor import exact_match_cost
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 TASK = "passkey:items=40,times=2,least=36,train=100,valid=10,test=3,depths=3,digits=2"
 GRID = [(n, depth) for n in (40, 80) for depth in (0.0, 0.5, 1.0)]
@@ -40,7 +40,7 @@ def checkpoint(swept) -> Path:
 
 def test_a_sweep_evaluates_every_length_and_depth(swept, checkpoint, tmp_path):
     (run,) = (swept / "runs").iterdir()
-    rows = files.read_json_lines(run / "eval.jsonl")
+    rows = json_files.read_json_lines(run / "eval.jsonl")
     assert [(row["length"], row["depth"]) for row in rows] == GRID and {row["examples"] for row in rows} == {3}
     assert (swept / "depths.png").stat().st_size > 10_000 and "heat map" in run_here(*command(swept)).stdout
     # the default of the command is the same
@@ -48,7 +48,7 @@ def test_a_sweep_evaluates_every_length_and_depth(swept, checkpoint, tmp_path):
     assert without_seconds(again) == without_seconds(rows)
     # a killed one goes on where it was
     out.write_text("".join(json.dumps(row) + "\n" for row in again[:4]))
-    assert rows_of("eval-task", checkpoint, "--out", out)[:4] == again[:4] and len(files.read_json_lines(out)) == 6
+    assert rows_of("eval-task", checkpoint, "--out", out)[:4] == again[:4] and len(json_files.read_json_lines(out)) == 6
 
 
 def test_any_length_and_depth(checkpoint):

@@ -12,7 +12,7 @@ from measuring import make_sensitive, refusal
 from torch.nn import functional as F
 
 from fairseq_rpe.analysis.empirical_receptive_field import (
-    log_spaced,
+    log_spaced_distances,
     n_emp,
     quantised_curve,
     truncation_errors,
@@ -127,8 +127,8 @@ def test_quantised_golden_values():
 
 
 def test_thinned_curves_keep_the_first_and_the_last_distance():
-    assert log_spaced(256) == list(range(256))
-    far = log_spaced(100_000)
+    assert log_spaced_distances(256) == list(range(256))
+    far = log_spaced_distances(100_000)
     assert far[:65] == list(range(65)) and far[-1] == 99_999 and len(far) <= 257 and far == sorted(set(far))
 
 
@@ -177,13 +177,13 @@ def test_delta_is_the_definition(task, blocks, rpe):
     for layer, (weights, v) in zip(found.layers, seen_by(model, blocks, torch.float64), strict=True):
         assert layer.rows == 3 * ROWS and layer.sizes == [1, 2, 3, 4, 6, 8, 12, 16]
         p, longest = weights[:, :, -ROWS:], v.norm(dim=-1).cummax(-1)[0][..., -ROWS:]
-        for j, *wanted in zip(layer.sizes, *layer.table[:4], strict=True):
+        for j, *wanted in zip(layer.sizes, *layer.statistics[:4], strict=True):
             near = p * ((distance >= 0) & (distance < j))
             delta = (p @ v - near @ v / near.sum(-1, keepdim=True)).norm(dim=-1)
             bound = 2 * longest * (1 - near.sum(-1) / p.sum(-1))
             expected = [delta.amax((0, 2)), delta.mean((0, 2)), bound.amax((0, 2)), bound.mean((0, 2))]
             assert torch.allclose(torch.stack(wanted), torch.stack(expected), atol=1e-9)
-        assert (layer.table[4] <= 1).all()
+        assert (layer.statistics[4] <= 1).all()
 
 
 def test_blocks_and_pieces_of_rows_add_up(task, blocks, monkeypatch):
@@ -193,7 +193,7 @@ def test_blocks_and_pieces_of_rows_add_up(task, blocks, monkeypatch):
         with torch.no_grad(), TruncationErrorProbe(model.decoder, LENGTH, ROWS) as found:
             for part in parts:
                 model(part)
-        return torch.stack([layer.table for layer in found.layers])
+        return torch.stack([layer.statistics for layer in found.layers])
 
     two, one, both = of(blocks[:2]), of(blocks[2:]), of(blocks[:2], blocks[2:])
     most, means = [0, 2, 4], [1, 3]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from measuring import PAD, bits, make_sensitive, reference_losses, refusal, rows_of, write_text
 from torch.nn import functional as F
 
+from fairseq_rpe import compat
 from fairseq_rpe.core import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.folder import MADE_BY
@@ -120,6 +121,14 @@ CASES = [
     ("rope", "--blocks document --max-tokens 200"),
     ("rope", "--separate-documents"),
 ]
+
+
+def test_flags_of_an_earlier_fairseq_command_do_not_replace_settings(state, text, tmp_path):
+    command = ("eval", checkpoint_with(state, tmp_path, "alibi"), text, "--lengths", "64")
+    expected = rows_of(*command)
+    with mock.patch.dict(compat.overrides, {"rpe": "nope"}):
+        rows = rows_of(*command)
+    assert [row["loss_base2"] for row in rows] == [row["loss_base2"] for row in expected]
 
 
 @pytest.mark.parametrize(("spec", "flags"), CASES)

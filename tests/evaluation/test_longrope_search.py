@@ -18,7 +18,7 @@ from fairseq_rpe.evaluation import longrope_search
 from fairseq_rpe.evaluation.loading import load_model, read_stream
 from fairseq_rpe.evaluation.longrope_search import STARTS, Candidate, SearchSpace, evolve
 from fairseq_rpe.evaluation.records import EvalOverrides
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 SMALL = ("--population", 5, "--iterations", 2, "--samples", 2, "--device", "cpu")
 SPACE = SearchSpace(4.0)
@@ -88,7 +88,7 @@ def test_it_ends_with_a_spec_of_the_perplexity_that_it_says(checkpoint, corpus, 
 def test_a_killed_search_goes_on(checkpoint, corpus, tmp_path, monkeypatch):
     words = ("longrope-search", checkpoint, corpus, "--tokens", 64, *SMALL, "--seed", 4)
     whole = run_here(*words).stdout
-    out, write, left = tmp_path / "kept.jsonl", files.append_json_line, [4]
+    out, write, left = tmp_path / "kept.jsonl", json_files.append_json_line, [4]
 
     def killed(path, row):
         left[0] -= 1
@@ -96,11 +96,11 @@ def test_a_killed_search_goes_on(checkpoint, corpus, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         write(path, row)
 
-    monkeypatch.setattr(files, "append_json_line", killed)
+    monkeypatch.setattr(json_files, "append_json_line", killed)
     assert run_here(*words, "--out", out, ok=False).returncode == 130
     before = out.read_text()
     assert before.count("\n") == 3
-    monkeypatch.setattr(files, "append_json_line", write)
+    monkeypatch.setattr(json_files, "append_json_line", write)
     measured, count = longrope_search._CachedLosses._measure_loss, []
     monkeypatch.setattr(
         longrope_search._CachedLosses, "_measure_loss", lambda self, s: count.append(s) or measured(self, s)

@@ -21,7 +21,7 @@ from fairseq_rpe.questions import dataset, prompt
 from fairseq_rpe.questions.dataset import Question
 from fairseq_rpe.questions.metrics import AnsweredQuestion, score
 from fairseq_rpe.questions.prompt import build_prompt
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import files, json_files
 
 WRITTEN = 16  # tokens of an answer in prepared_folder
 WEATHER = [
@@ -117,7 +117,7 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
     out, texts = tmp_path / "rows.jsonl", tmp_path / "texts"
     flags = ["--lengths", "80,180", "--sets", "mill", "--out", out, "--predictions", texts]
     lines = rows_of("eval-questions", checkpoint, data, *flags)
-    assert lines == files.read_json_lines(out) and [line["length"] for line in lines] == [80, 180]
+    assert lines == json_files.read_json_lines(out) and [line["length"] for line in lines] == [80, 180]
     cut = []
     for line in lines:
         rows, asked = read_by_model(data, "mill", line["length"])
@@ -162,7 +162,7 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
     (wide,) = rows_of("eval-questions", checkpoint, data, *flags[2:6], "--lengths", 80, "--beam", 2)
     assert start["lost_tokens"] == wide["lost_tokens"] == lines[0]["lost_tokens"]
     assert (start["truncate"], wide["beam"], wide["length_penalty"]) == ("start", 2, 1.0)
-    assert files.read_json_lines(out) == [*lines, start, wide]
+    assert json_files.read_json_lines(out) == [*lines, start, wide]
 
 
 def test_scores_by_the_distance_of_the_answer(checkpoint, tmp_path):
@@ -230,13 +230,13 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, monkeypatch, b
 
     monkeypatch.setattr(question_answering, "_answer_batch", stopped)
     done = run_here("eval-questions", *flags, "--out", out, "--device", "cpu", "--json", ok=False)
-    assert done.returncode == 130 and len(done.stdout.splitlines()) == 1 == len(files.read_json_lines(out))
+    assert done.returncode == 130 and len(done.stdout.splitlines()) == 1 == len(json_files.read_json_lines(out))
     (kept,) = tmp_path.glob("rows.jsonl.weather-90-*.partial")
     assert len(kept.read_bytes().splitlines()) == 1
     with open(kept, "ab") as file:  # a kill while a line was written
         file.write(b'{"answers": {"w1": "y')
     again = rows_of("eval-questions", *flags, "--out", out)
-    assert again == files.read_json_lines(out) and without_seconds(again) == without_seconds(whole)
+    assert again == json_files.read_json_lines(out) and without_seconds(again) == without_seconds(whole)
     assert sorted(asked) == sorted([*asked[:4], *asked[5:], asked[5]]) and asked[4] == asked[5] and len(asked) == 7
     assert written_at(tmp_path / "p", "weather-90").read_bytes() == texts
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "rows.jsonl", "whole.jsonl"]
@@ -254,12 +254,12 @@ def test_a_table_is_printed(data, checkpoint):
 
 def test_a_result_that_could_not_be_kept_is_not_forgotten(data, checkpoint, tmp_path, monkeypatch):
     """What was answered is still there when there is room for the result."""
-    out, real = tmp_path / "rows.jsonl", files.append_json_line
-    monkeypatch.setattr(files, "append_json_line", lambda *_: (_ for _ in ()).throw(OSError(28, "full", str(out))))
+    out, real = tmp_path / "rows.jsonl", json_files.append_json_line
+    monkeypatch.setattr(json_files, "append_json_line", lambda *_: (_ for _ in ()).throw(OSError(28, "full", str(out))))
     words = ("eval-questions", checkpoint, data, "--lengths", "56", "--sets", "weather", "--out", out)
     done = run_here(*words, "--device", "cpu", "--json", ok=False)
     assert done.returncode == 2 and len(done.stdout.splitlines()) == 1 and "no space left" in done.stderr
-    monkeypatch.setattr(files, "append_json_line", real)
+    monkeypatch.setattr(json_files, "append_json_line", real)
     monkeypatch.setattr(question_answering, "_answer_batch", None)
     rows = rows_of(*words)
     assert without_seconds(rows) == without_seconds([json.loads(done.stdout)])

@@ -9,7 +9,7 @@ from fairseq_rpe.data.folder import MADE_BY, MANIFEST, read_dictionary, read_spl
 from fairseq_rpe.data.prepare_options import PrepareOptions
 from fairseq_rpe.data.splits import SplitDocuments
 from fairseq_rpe.questions.cloze_dataset import HeldOutDocuments, SplitSettings
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 MANY = {"train": {"documents": 900}, "valid": {"documents": 101}}
 ALL, OTHER, GIVEN = {"all": "x"}, {"all": "y"}, {"train": "a", "valid": "b", "test": "c"}
@@ -27,7 +27,7 @@ def test_the_same_source_is_divided_as_the_corpus_was(tmp_path):
         text, rows = " ".join(word for word in words if word != "</s>"), made.split(split)
         assert all(" ".join(rows.text(row.document).split()) in text for row in rows)
     assert not any("warning" in line or "few documents" in line for line in said)
-    division = files.read_json(tmp_path / "gaps/answers.json")["source"]["division"]
+    division = json_files.read_json(tmp_path / "gaps/answers.json")["source"]["division"]
     assert division == {"seed": 5, "valid_fraction": 0.25, "test_fraction": 0.25, "divide_by": "text"}
 
     other = write_stories(tmp_path / "other.jsonl", range(5, 17), 150)
@@ -47,7 +47,7 @@ def test_files_decide_only_where_they_are_those_of_the_corpus(tmp_path):
         (folder / f"{seed}.txt").write_text(story(seed, 20))
     by_path = PrepareOptions(corpus, (folder,), seed=4, split_by="path", valid_fraction=0.2)
     there = SplitDocuments(by_path)
-    files.write_json(corpus / MANIFEST, {"made_by": MADE_BY, "digest": there.digest, "options": by_path.key()})
+    json_files.write_json(corpus / MANIFEST, {"made_by": MADE_BY, "digest": there.digest, "options": by_path.key()})
     held_out = HeldOutDocuments(corpus)
     same, division = held_out.documents(PrepareOptions(tmp_path, (folder,), seed=1))
     assert [(s, d.relative_path) for s, d in same] == [(s, d.relative_path) for s, d in there]
@@ -73,7 +73,7 @@ def test_files_decide_only_where_they_are_those_of_the_corpus(tmp_path):
     ],
 )
 def test_warnings(tmp_path, made_of, splits, given, few, warned):
-    files.write_json(tmp_path / MANIFEST, {"made_by": MADE_BY, "digest": made_of, "splits": splits})
+    json_files.write_json(tmp_path / MANIFEST, {"made_by": MADE_BY, "digest": made_of, "splits": splits})
     held_out = HeldOutDocuments(tmp_path)
     assert (held_out.warning(given, few) is not None) == warned
     assert held_out.split_settings == (SplitSettings() if made_of == ALL else None)
@@ -81,8 +81,8 @@ def test_warnings(tmp_path, made_of, splits, given, few, warned):
 
 def test_other_documents_of_the_same_files_are_warned_of(tmp_path):
     options = {"rows_are_lines": True, "seed": 3}
-    files.write_json(tmp_path / MANIFEST, {"made_by": MADE_BY, "digest": ALL, "options": options, "splits": MANY})
+    json_files.write_json(tmp_path / MANIFEST, {"made_by": MADE_BY, "digest": ALL, "options": options, "splits": MANY})
     assert HeldOutDocuments(tmp_path).split_settings == SplitSettings(3) and HeldOutDocuments(tmp_path).warning(ALL)
-    files.write_json(tmp_path / MANIFEST, {"made_by": MADE_BY, "digest": ALL, "options": {"seed": "3"}})
+    json_files.write_json(tmp_path / MANIFEST, {"made_by": MADE_BY, "digest": ALL, "options": {"seed": "3"}})
     with refused("seed of options must be a whole number"):
         HeldOutDocuments(tmp_path)

@@ -12,7 +12,7 @@ from conftest import run_here
 from matplotlib.figure import Figure
 
 from fairseq_rpe.sweeps.sweep_record import Method
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 LOG = """\
@@ -138,11 +138,11 @@ def write_sweep(folder: Path, ppl=PPL, seeds=(1,), log: str | None = LOG, more=(
         "lengths": lengths,
         **state,
     }
-    files.write_json(folder / "sweep.json", state)
+    json_files.write_json(folder / "sweep.json", state)
     for name, values in ppl.items():
         for k, seed in enumerate(seeds):
             place = folder / "runs" / Method(name, name).run_name(seed)
-            files.write_json(
+            json_files.write_json(
                 place / "checkpoints" / "run.json", {"layout": 2, "finished": {"checkpoint": "0123456789abcdef"}}
             )
             if log is not None:
@@ -150,7 +150,7 @@ def write_sweep(folder: Path, ppl=PPL, seeds=(1,), log: str | None = LOG, more=(
             for n, value in values.items():
                 row = {"checkpoint": "0123456789abcdef", "split": "test", "length": n, "ppl": value + 2 * k}
                 row |= {"loss_base2": 5.5 + n / 1024, "tokens": 99_000 + n, "seconds": 11.5, **dict(more)}
-                files.append_json_line(place / "eval.jsonl", row)
+                json_files.append_json_line(place / "eval.jsonl", row)
 
 
 def page_of(folder: Path, *flags: str) -> Page:

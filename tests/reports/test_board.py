@@ -37,7 +37,7 @@ from fairseq_rpe.reports import tensorboard as evaluations
 from fairseq_rpe.reports.sweep_results import Accuracies, Perplexities, SweepResult
 from fairseq_rpe.runs import log
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord, SweepSettings, slug
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -177,7 +177,7 @@ def test_a_sweep_inspects_what_has_a_bias(corpus, tmp_path, capsys):
 
 def test_perplexity_over_length_is_the_result(swept):
     for spec in ("kerple_log", "alibi"):
-        rows = files.read_json_lines(swept / f"runs/{spec}-seed1/eval.jsonl")
+        rows = json_files.read_json_lines(swept / f"runs/{spec}-seed1/eval.jsonl")
         expected = {row["length"]: row["ppl"] for row in rows}
         assert sorted(expected) == [32, 64]
         folder = swept / EVALUATION / f"{spec}-seed1"
@@ -349,7 +349,7 @@ def test_algorithms_have_a_curve_over_items(tmp_path):
     settings = SweepSettings(arch="transformer_rpe_lm_tiny")
     sweep, state = SweepFolder(tmp_path), SweepRecord(settings, ("alibi",), (1,), algorithms=("copy",))
     place = sweep.run_folder(Method("alibi", "alibi"), 1, "copy").checkpoints
-    files.write_json(place.record_path, {"layout": 2, "updates": 5})
+    json_files.write_json(place.record_path, {"layout": 2, "updates": 5})
     given = {"checkpoint": "c", "algorithm": "copy", "split": "test", "unit": "items", "transform": "identity"}
     given |= {"examples": 4}
     results = [ExactMatchResult(length=n, right=right, accuracy=right / 4, **given) for n, right in ((2, 4), (9, 1))]

@@ -14,7 +14,7 @@ from fairseq_rpe.figures.heat_maps import draw_needle_maps
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 TASK = "passkey:items=64,times=4,test=20,depths=3"
 # by length, the right answers of 20 at the depths 0, ½ and 1
@@ -34,12 +34,12 @@ def no_other_figures(monkeypatch) -> None:
 def write_sweep(folder: Path, names, task: str | None = None, **state) -> dict[str, RunFolder]:
     """A finished sweep without results; its runs."""
     settings = {"tokens": None if task else 64, "split": "test", "updates": 75}
-    files.write_json(
+    json_files.write_json(
         folder / "sweep.json", {"layout": 2, "settings": settings, "encodings": [*names], "seeds": [1], **state}
     )
     runs = {name: SweepFolder(folder).run_folder(Method(name, name), 1, task) for name in names}
     for run in runs.values():
-        files.write_json(run.checkpoints.record_path, {"layout": 2, "finished": {"checkpoint": "c"}})
+        json_files.write_json(run.checkpoints.record_path, {"layout": 2, "finished": {"checkpoint": "c"}})
     return runs
 
 
@@ -52,7 +52,7 @@ def sought(tmp_path) -> Path:
             for depth, right in zip((0, 0.5, 1), counts, strict=True):
                 row = {"checkpoint": "c", "algorithm": TASK, "split": "test", "length": n, "depth": depth}
                 row |= {"rpe": None, "positions": None, "examples": 20, "right": right, "accuracy": right / 20}
-                files.append_json_line(run.results, {**row, "transform": "identity"})
+                json_files.append_json_line(run.results, {**row, "transform": "identity"})
     return folder
 
 
@@ -63,7 +63,7 @@ def read(tmp_path) -> Path:
     for name, run in write_sweep(folder, PPL, lengths=[64, 256]).items():
         for n, ppl in PPL[name].items():
             row = {"checkpoint": "c", "split": "test", "length": n, "ppl": ppl, "loss_base2": 5.5, "tokens": 999}
-            files.append_json_line(run.results, row)
+            json_files.append_json_line(run.results, row)
     return folder
 
 
@@ -122,10 +122,10 @@ def test_perplexity_beside_retrieval(read, sought, tmp_path):
 
 def test_what_was_not_learned_has_no_verdict(read, sought):
     results = SweepFolder(sought).run_folder(Method("alibi", "alibi"), 1, TASK).results
-    rows = files.read_json_lines(results)
+    rows = json_files.read_json_lines(results)
     results.unlink()
     for row in rows:
-        files.append_json_line(results, {**row, **({"right": 2, "accuracy": 0.1} if row["length"] == 64 else {})})
+        json_files.append_json_line(results, {**row, **({"right": 2, "accuracy": 0.1} if row["length"] == 64 else {})})
     said = run_here("report", read, sought).stdout
     assert "No verdict on retrieval, because accuracy at trained lengths is below 90 %: alibi." in said
     assert lines_of(said, "alibi")[-1][-2:] == ["none", "no verdict"]

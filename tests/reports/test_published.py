@@ -10,7 +10,7 @@ import pytest
 from pages import PPL, Page, check_self_contained, new_page, page_of, skip_drawing, write_sweep
 
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_blocks_within_documents_are_said_and_compared(tmp_path):
 def test_results_on_other_blocks_are_no_results_of_a_sweep(tmp_path):
     write_sweep(tmp_path)
     results = tmp_path / "runs/alibi-seed1/eval.jsonl"
-    files.append_json_line(results, {**files.read_json_lines(results)[0], "blocks": "document", "ppl": 7.0})
+    json_files.append_json_line(results, {**json_files.read_json_lines(results)[0], "blocks": "document", "ppl": 7.0})
     page_of(tmp_path)
     found = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
     assert [float(one["ppl"]) for one in found if one["encoding"] == "alibi"] == list(PPL["alibi"].values())

@@ -21,7 +21,7 @@ from fairseq_rpe.reports import report_files
 from fairseq_rpe.reports.write import write_report
 from fairseq_rpe.runs import environment
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, slug
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 TASK = "copy:items=3,times=3,train=400,valid=20,test=60,alphabet=12"
 
@@ -34,7 +34,7 @@ def saved(monkeypatch) -> dict[str, Figure]:
 def write_starts(folder: Path, *starts: Mapping[str, object], name: str = "alibi") -> None:
     """Record the environments in which a training started."""
     record = {"starts": [{"time": "2026-01-01T00:00:00+00:00", "from_update": 0, **start} for start in starts]}
-    files.write_json(folder / "runs" / slug(name, 1) / "checkpoints/environment.json", record)
+    json_files.write_json(folder / "runs" / slug(name, 1) / "checkpoints/environment.json", record)
 
 
 def test_every_number_is_on_the_page_as_mean_and_range_and_the_least_is_marked(tmp_path):
@@ -294,16 +294,16 @@ def algorithmic(tmp_path) -> Path:
         "algorithms": [TASK],
         "encodings": ["rope", "warping"],
     }
-    files.write_json(tmp_path / "sweep.json", {**state, "seeds": [1], "published": published})
+    json_files.write_json(tmp_path / "sweep.json", {**state, "seeds": [1], "published": published})
     for name, right in (("rope", 1), ("warping", 3)):
         method = Method(name, **methods.get(name, {"rpe": name}))
         place = tmp_path / "runs" / method.run_name(1, TASK)
-        files.write_json(place / "checkpoints/run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
+        json_files.write_json(place / "checkpoints/run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
         (place / "train.log").write_text(LOG)
         for n in range(2, 10):
             row = {"checkpoint": "c", "algorithm": TASK, "split": "test", "unit": "items", "length": n}
             row |= {"positions": method.positions_eval, "examples": 8, "right": right, "accuracy": right / 8}
-            files.append_json_line(place / "eval.jsonl", {**row, "transform": "identity", "seconds": 1.0})
+            json_files.append_json_line(place / "eval.jsonl", {**row, "transform": "identity", "seconds": 1.0})
     return tmp_path
 
 

@@ -15,7 +15,7 @@ from fairseq_rpe.core import UserError
 from fairseq_rpe.runs import checkpoints, from_checkpoint, launch
 from fairseq_rpe.runs.settings import TrainingRequest
 from fairseq_rpe.sweeps import context_extension
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 from fairseq_rpe.utils.records import from_attributes
 
 YARN = "rope:scaling=yarn,factor=auto"
@@ -194,23 +194,23 @@ def test_cut_off_it_goes_on_and_the_new_checkpoint_has_the_old_length(short, cor
         patched.setattr(Trainer, "train_step", train_step)
         done = run_here(*command, ok=False)
     assert done.returncode == 2 and "the power is gone" in done.stderr
-    assert len(files.read_json_lines(out / "eval.jsonl")) == 4
+    assert len(json_files.read_json_lines(out / "eval.jsonl")) == 4
     shown = run_here(*command).stdout.splitlines()
     table = [line.split("|")[1].strip() for line in shown if line.startswith("| ")]
     assert table[1:] == ["rope, before", f"{YARN}, not trained", f"{YARN}, trained at 64 tokens"]
     said = (out / "checkpoints/train.log").read_text()
     assert said.count("loading pretrained model from") == 1 and "---- resumed" in said
-    starts = files.read_json(out / "checkpoints/environment.json")["starts"]
+    starts = json_files.read_json(out / "checkpoints/environment.json")["starts"]
     assert [start["from_update"] for start in starts] == [0, 2]
 
     made = checkpoints.load(last)
     assert (made.train_length(), made.task["tokens_per_sample"], made.num_updates) == (32, 64, 4)
     assert made.load_encodings()[0].original_length == 32 and made.model["decoder_embed_dim"] == 32
-    rows = {(one["checkpoint"], one["rpe"], one["length"]) for one in files.read_json_lines(out / "eval.jsonl")}
+    rows = {(one["checkpoint"], one["rpe"], one["length"]) for one in json_files.read_json_lines(out / "eval.jsonl")}
     assert len(rows) == 6 and (out / "ppl.png").exists()
     # finished: nothing is trained or measured again, and another run is refused
     before = last.stat().st_mtime_ns
     assert "already holds the finished run of 4 updates" in run_here(*command).stdout
     assert last.stat().st_mtime_ns == before
     assert "holds another run (lr is 0.0005 there, 0.25 here)" in refusal(*command, "--lr", "0.25")
-    assert len(files.read_json_lines(out / "eval.jsonl")) == 6
+    assert len(json_files.read_json_lines(out / "eval.jsonl")) == 6

@@ -22,7 +22,7 @@ from fairseq_rpe.runs import checkpoints, launch, processes
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.runs.settings import TrainingRequest, make_plan
 from fairseq_rpe.sweeps.local_executor import job_environments
-from fairseq_rpe.utils import devices, files
+from fairseq_rpe.utils import devices, files, json_files
 
 RUN = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
 QUIET = [*SMALL, "--disable-validation"]
@@ -78,7 +78,7 @@ def test_two_processes_killed_and_resumed_equal_one(corpus, held, tmp_path, monk
     (seen / "hold").unlink()
     run_here(*command[len(PROGRAM) :], processes=True)
     assert f"@ {SAVED} updates" in (folder / "train.log").read_text()
-    assert files.read_json(folder / "run.json")["finished"]["updates"] == UPDATES
+    assert json_files.read_json(folder / "run.json")["finished"]["updates"] == UPDATES
 
     drawn = {}
     for rank in (0, 1):
@@ -109,9 +109,9 @@ def test_two_processes_killed_and_resumed_equal_one(corpus, held, tmp_path, monk
 def test_a_stopped_training_ends_its_child_and_is_told(corpus, tmp_path, monkeypatch):
     children = []
 
-    def spawn(*given: object, real=processes.spawn):
+    def spawn(*given: object, real=processes.spawn, **options: object):
         """Start the child; SIGTERM arrives as soon as its end is waited for."""
-        child = real(*given)
+        child = real(*given, **options)
         wait = child.wait
         monkeypatch.setattr(child, "wait", lambda *timeout: wait(*timeout) if timeout else os.kill(os.getpid(), 15))
         children.append(child)
@@ -168,9 +168,9 @@ def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
     end = done + 4
     nodes = on_nodes(corpus, folder, end, "--save-every", "4")
     assert [node.wait(120) for node in nodes] == [0, 0], (tmp_path / "node0.log").read_text()[-2000:]
-    assert files.read_json(folder / "run.json")["finished"]["updates"] == end
-    assert files.read_json(folder / "run.json")["settings"]["nproc"] == 2
-    starts = files.read_json(folder / "environment.json")["starts"]
+    assert json_files.read_json(folder / "run.json")["finished"]["updates"] == end
+    assert json_files.read_json(folder / "run.json")["settings"]["nproc"] == 2
+    starts = json_files.read_json(folder / "environment.json")["starts"]
     assert [start["from_update"] for start in starts] == [0, done]  # noted by the first node alone
     assert f"@ {done} updates" in (folder / "train.log").read_text() or done == 0
     told = (tmp_path / "node1.log").read_text()

@@ -25,7 +25,7 @@ from fairseq_rpe.runs.run_folder import FinishedTraining
 from fairseq_rpe.sweeps import local_executor, recipes, run_sweep, slurm
 from fairseq_rpe.sweeps.grid import SweepRun
 from fairseq_rpe.sweeps.sweep_record import EvaluationQuestions, QuestionConfig, SweepFolder
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import files, json_files
 
 RECIPES = [name for name in recipes.names() if recipes.load(name).kind == "answers"]
 SCROLLS = ["qasper", "contract_nli", "qmsum", "narrative_qa", "summ_screen_fd", "gov_report", "quality"]
@@ -303,10 +303,10 @@ def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):
     said = run_here(*given).stdout
     assert "| rope " in said and "| rope-stretched " in said and "scores.csv" in said
     run = next(path for path in Path("x/runs").iterdir() if path.name.startswith("made-"))
-    record = files.read_json(run / "checkpoints/run.json")
+    record = json_files.read_json(run / "checkpoints/run.json")
     assert record["settings"]["tokens"] == 64 and record["finished"]["updates"] == 2
     assert record["settings"]["data"] == dataset.dataset_digest(Path("made"))
-    found = [(row["rpe"], row["length"]) for row in files.read_json_lines(run / "eval.jsonl")]
+    found = [(row["rpe"], row["length"]) for row in json_files.read_json_lines(run / "eval.jsonl")]
     assert found == [(rpe, n) for rpe in (None, "rope:scaling=linear,factor=2") for n in (64, 96)]
     (answers,) = (run / "answers/rope").glob("made-96-*.json")
     assert len(json.loads(answers.read_text())) == 4
@@ -342,7 +342,7 @@ def test_the_best_checkpoint_is_asked_where_that_is_said(place, corpus, undrawn)
     folder = tuned.folder.checkpoints
     record = folder.read_record()
     assert record.finished.best == files.sha256_of_files(folder.best) == folder.checkpoint_digest("best")
-    (row,) = files.read_json_lines(tuned.folder.results)
+    (row,) = json_files.read_json_lines(tuned.folder.results)
     assert row["checkpoint"] == record.finished.best and row["beam"] == 2 and tuned.remaining_stages() == []
     assert "checkpoint that was best in validation" in Path("x/report.html").read_text() and "| rope " in said
     scores = re.findall(r'"valid_answers": "([\d.]+)"', tuned.folder.train_log.read_text())

@@ -17,7 +17,7 @@ from fairseq_rpe.reports.question_scores import load_results
 from fairseq_rpe.reports.write import check_delta, write_report
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.sweep_record import EvaluationQuestions, QuestionConfig, SweepFolder, SweepRecord, SweepSettings
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import json_files
 
 
 def scored(
@@ -46,7 +46,7 @@ def scored(
         for number, method in enumerate(chosen):
             for seed in state.seeds:
                 run = place.run_folder(method, seed, label)
-                files.write_json(
+                json_files.write_json(
                     run.checkpoints.record_path, {"layout": 2, "finished": {"checkpoint": "c", "updates": 200}}
                 )
                 for a_set in own:
@@ -58,7 +58,7 @@ def scored(
                             empty=1, metrics={sets[a_set]: score, "em": score / 2}, published=sets[a_set], score=score,
                             transform="identity", seconds=2.0,
                         )  # fmt: skip
-                        files.append_json_line(run.results, result.to_json())
+                        json_files.append_json_line(run.results, result.to_json())
     return place
 
 
@@ -101,9 +101,9 @@ def test_the_report_by_length_has_a_column_for_each(tmp_path, undrawn):
     assert "by words between the answer" not in said
     # a result more, and the report is another
     run = folder.run_folder(folder.read_record().method("fire"), 1, "narrative_qa")
-    row = files.read_json_lines(run.results)[-1]
+    row = json_files.read_json_lines(run.results)[-1]
     assert report_files.current_summary(folder) is not None
-    files.append_json_line(run.results, {**row, "score": 99.0, "metrics": {"f1": 99.0}})
+    json_files.append_json_line(run.results, {**row, "score": 99.0, "metrics": {"f1": 99.0}})
     assert report_files.current_summary(folder) is None
 
 
@@ -113,7 +113,7 @@ def test_the_report_by_distance_is_of_the_longest_context(tmp_path, undrawn):
     for number, name in enumerate(state.methods):
         for seed in (1, 2):
             run = folder.run_folder(state.method(name), seed, "gaps")
-            rows = files.read_json_lines(run.results)
+            rows = json_files.read_json_lines(run.results)
             run.results.unlink()
             for row in rows:
                 ends = [(0, 40), (41, 97)] if row["length"] == 512 else [(0, 30)]
@@ -122,7 +122,7 @@ def test_the_report_by_distance_is_of_the_longest_context(tmp_path, undrawn):
                     {"least": least, "most": most, "questions": 200, "score": score}
                     for (least, most), score in zip(ends, scores, strict=True)
                 ]
-                files.append_json_line(run.results, {**row, "distances": found})
+                json_files.append_json_line(run.results, {**row, "distances": found})
     said = words_of(write_report(folder).text)
     assert "gaps: em in % on 512 tokens, by words between the answer and the end of the document" in said
     assert "| method | 0–40 | 41–97 |" in said and "0–30" not in said
@@ -152,9 +152,9 @@ def test_answers_of_another_beam_or_length_penalty_are_not_reported(tmp_path):
     state = folder.read_record()
     before = load_results(folder, state).results
     run = folder.run_folder(state.method("nope"), 1, "gaps")
-    row = files.read_json_lines(run.results)[-1]
+    row = json_files.read_json_lines(run.results)[-1]
     for other in ({"beam": 4, "length_penalty": 1.0}, {"length_penalty": 0.5}, {"truncate": "start"}):
-        files.append_json_line(run.results, {**row, **other, "score": 99.0, "metrics": {"f1": 99.0}})
+        json_files.append_json_line(run.results, {**row, **other, "score": 99.0, "metrics": {"f1": 99.0}})
         assert load_results(folder, state).results == before
     wide = replace(state, question_config=QuestionConfig(beam=4))
     assert [one.result.score for one in load_results(folder, wide).results] == [99.0]

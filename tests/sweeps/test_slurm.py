@@ -20,7 +20,7 @@ from sweep_commands import BROKEN, QUIET, parse, table
 from fairseq_rpe.cli.sweep import resolve_sweep
 from fairseq_rpe.data import folder
 from fairseq_rpe.sweeps import grid, slurm
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import files, json_files
 
 
 def command(data: Path, out: Path, encodings: str, *more: str, device: str = "cpu") -> list[str]:
@@ -158,9 +158,9 @@ def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp
     assert "#SBATCH --ntasks-per-node=1" in script and "#SBATCH --signal=USR2@" in script
     assert "-m submitit.core._submit" in script and "gpus" not in script
     assert (cluster / f"{number}_0.requeued").exists(), (notes / "100_0_0_log.err").read_text()
-    starts = files.read_json(last.parent / "environment.json")["starts"]
+    starts = json_files.read_json(last.parent / "environment.json")["starts"]
     assert [start["from_update"] == 0 for start in starts] == [True, False] and starts[1]["from_update"] < 300
-    assert [row["length"] for row in files.read_json_lines(out / "runs/alibi-seed1/eval.jsonl")] == [32, 64]
+    assert [row["length"] for row in json_files.read_json_lines(out / "runs/alibi-seed1/eval.jsonl")] == [32, 64]
 
     # nothing is done twice: only the run that failed is submitted again
     before = last.stat().st_mtime_ns
@@ -187,7 +187,7 @@ def test_a_run_on_two_nodes(corpus, tmp_path, cluster, monkeypatch):
     [script] = submitted(cluster).values()
     assert "#SBATCH --nodes=2" in script
     assert [name for name, _, _ in results(out)] == ["alibi", "alibi"]
-    state = files.read_json(out / "runs/alibi-seed1/checkpoints/run.json")
+    state = json_files.read_json(out / "runs/alibi-seed1/checkpoints/run.json")
     assert state["settings"]["nproc"] == 2 and state["finished"]["updates"] == 4
     assert "initialized host" in (out / "runs/alibi-seed1/train-node1.log").read_text()
     with files.exclusive_lock(out / "runs/alibi-seed1/.lock", "nobody holds it any more"):
@@ -202,4 +202,4 @@ def test_a_job_runs_on_this_machine_too(corpus, tmp_path):
     [cell] = grid.build_runs(sweep, folder.corpus_digest(corpus))
     [job] = submitit.LocalExecutor(tmp_path / "jobs" / "%j").map_array(slurm.SweepJob(), [cell])
     assert job.result() is None and cell.remaining_stages() == []
-    assert [row["length"] for row in files.read_json_lines(cell.folder.results)] == [32, 64]
+    assert [row["length"] for row in json_files.read_json_lines(cell.folder.results)] == [32, 64]

@@ -24,7 +24,7 @@ from fairseq_rpe.reports.write import write_report
 from fairseq_rpe.runs.child_output import last_error
 from fairseq_rpe.sweeps import local_executor, run_sweep
 from fairseq_rpe.sweeps.sweep_record import EvaluationText, SweepFolder, slug
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import files, json_files
 
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--lengths", "64,128"]
 
@@ -73,7 +73,7 @@ def test_a_failing_run_is_told_and_does_not_stop_the_others(swept, corpus):
 
 def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
     out, _, module = swept
-    state = files.read_json(out / "sweep.json")
+    state = json_files.read_json(out / "sweep.json")
     noted = state["commands"]
     assert list(noted) == ["alibi-seed1", "broken-seed1"] and list(noted["alibi-seed1"]) == ["training", "evaluating"]
     assert state["data"] == str(corpus) and state["encodings"] == ["alibi", "broken"]
@@ -81,7 +81,7 @@ def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
     command = sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module), *DRY)
     printed = run_here(*command).stdout.splitlines()
     assert [noted["alibi-seed1"]["training"], noted["alibi-seed1"]["evaluating"]] == [[line] for line in printed]
-    [start] = files.read_json(out / "runs/alibi-seed1/checkpoints/environment.json")["starts"]
+    [start] = json_files.read_json(out / "runs/alibi-seed1/checkpoints/environment.json")["starts"]
     assert start["from_update"] == 0 and start["gpus"] == [] and start["torch"] and start["working_folder"]
     page = (out / "report.html").read_text()
     assert start["time"] in page and "trained at 32 tokens" in page
@@ -258,15 +258,15 @@ def test_a_mean_over_fewer_items_is_not_compared(tmp_path, undrawn):
     methods = {"rope": {"rpe": "rope", "positions_eval": None}}
     methods["few"] = {"rpe": "rope", "positions_eval": moved, "positions_train": moved}
     about = {"layout": 2, "settings": {"split": "test"}, "encodings": list(methods), "seeds": [1], "lengths": [2, 15]}
-    files.write_json(tmp_path / "sweep.json", {**about, "methods": methods, "algorithms": [task]})
+    json_files.write_json(tmp_path / "sweep.json", {**about, "methods": methods, "algorithms": [task]})
     folder = SweepFolder(tmp_path)
     for name, positions, end, right in (("rope", None, 15, 5), ("few", moved, 11, 9)):
         run = folder.run_folder(folder.read_record().method(name), 1, task)
-        files.write_json(run.checkpoints.path / "run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
+        json_files.write_json(run.checkpoints.path / "run.json", {"layout": 2, "finished": {"checkpoint": "c"}})
         of = {"checkpoint": "c", "algorithm": task, "split": "test", "positions": positions}
         of |= {"transform": positions or "identity", "examples": 10, "right": right, "accuracy": right / 10}
         for n in range(2, end + 1):
-            files.append_json_line(run.results, {**of, "length": n})
+            json_files.append_json_line(run.results, {**of, "length": n})
     section = write_report(folder)
     text = (tmp_path / "accuracy.md").read_text()
     assert text.count("90.0 (to 11)") == 2 and text.count("50.0") == 3

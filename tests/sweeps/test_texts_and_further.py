@@ -17,7 +17,7 @@ from fairseq_rpe.core import UserError
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.sweeps import local_executor, run_sweep, slurm
 from fairseq_rpe.sweeps.sweep_record import Method, OptimizationSettings, SweepFolder
-from fairseq_rpe.utils import files
+from fairseq_rpe.utils import files, json_files
 
 RECIPE = """
 title = "t"
@@ -271,7 +271,7 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     run_here(*command, "--methods", "rope", *QUIET)
     finished = [first / "eval.jsonl", first / "checkpoints/checkpoint_last.pt"]
     before = [path.stat().st_mtime_ns for path in finished]
-    assert len(files.read_json_lines(finished[0])) == 4
+    assert len(json_files.read_json_lines(finished[0])) == 4
     trainer = f"--save-dir\0{second}"
     with begin([*PROGRAM, *command, *QUIET], tmp_path / "log") as process:
         wait_for(lambda: processes_about("fairseq_rpe.runs.launch", trainer), process, tmp_path / "log")
@@ -279,11 +279,11 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     assert run_here(*command, *QUIET).stdout.count("| yarn") == 2  # a table for each text
     assert before == [path.stat().st_mtime_ns for path in finished]
 
-    record = files.read_json(second / "checkpoints/run.json")
+    record = json_files.read_json(second / "checkpoints/run.json")
     assert record["settings"]["tokens"] == 64 and record["finished"]["updates"] == 3
     assert record["settings"]["finetune_from"] == files.sha256_of_files(finished[1])
     assert "loading pretrained model from" in (second / "train.log").read_text()
-    assert "finetune_from" not in files.read_json(first / "checkpoints/run.json")["settings"]
+    assert "finetune_from" not in json_files.read_json(first / "checkpoints/run.json")["settings"]
     for name in ("", "-more"):
         found = [(row["encoding"], row["length"]) for row in table(out / f"results{name}.csv")]
         assert found == [(method, length) for method in ("rope", "yarn") for length in ("32", "64")]
@@ -319,7 +319,7 @@ def test_a_sweep_on_one_text_is_on_record_as_before(corpus, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
     folder = SweepFolder(tmp_path / "x")
     folder.write_record(run_sweep.merged_record(*resolve_sweep(*given)))
-    record = files.read_json(folder.record_path)
+    record = json_files.read_json(folder.record_path)
     assert list(record["methods"]["alibi"]) == ["rpe", "positions_train", "positions_eval"]
     assert "evaluate" not in record and "finetune_from" not in record["settings"]
     text = folder.record_path.read_text()

@@ -29,7 +29,7 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
         q: (B, H, n, D), D a multiple of 8 from 32 to 256; the queries are the last n of the m tokens.
         k: (B, H, m, D), in q's dtype.
         v: (B, H, m, D), in q's dtype.
-        plan: of the call.
+        plan: positions, bias, padding and pruning of the n queries and m keys.
         dropout: must be 0.
 
     Returns:

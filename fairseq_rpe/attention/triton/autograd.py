@@ -31,7 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         q: (B, H, n, D).
         k: (B, H, m, D).
         v: (B, H, m, D).
-        plan: of a call that is supported.
+        plan: plan without pruning that ``triton.refusal_reason`` does not refuse.
     """
     bias = plan.bias
     tensors: tuple[Tensor, ...] = ()
@@ -125,9 +125,9 @@ class TritonAttention(torch.autograd.Function):
         """Return the gradients of q, k, v and the tensors of the bias.
 
         Args:
-            ctx: of the forward pass.
+            ctx: autograd's context, as the forward pass left it.
             grad: (B, H, n, D), gradient of the output.
-            saved: what the forward pass saved.
+            saved: q, k, v, until, the output, its rounding error or None, the log-sum-exp, and the bias's tensors.
         """
         q, k, v, until, out, low, lse, *tensors = saved
         shared = arguments(q, k, v, until, *tensors)
@@ -182,14 +182,14 @@ def _match_layout(x: Tensor, like: Tensor) -> Tensor:
 def arguments(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None, *tensors: Tensor) -> dict[str, Any]:
     """Return the kernels' common arguments by name.
 
-    q replaces a missing tensor, as a pointer that the kernel then does not read.
+    A kernel needs a pointer for each tensor, so q replaces a missing tensor, and the kernel does not read it.
 
     Args:
-        q: as in :class:`TritonAttention`.
-        k: likewise.
-        v: likewise.
-        until: likewise.
-        tensors: likewise.
+        q: (B, H, n, D), as :func:`_arrange_memory` returns it.
+        k: (B, H, m, D), likewise.
+        v: (B, H, m, D), likewise.
+        until: (B, m) int32 last query that sees each key, -1 at padding, or None.
+        tensors: tensors of the bias, in one of the combinations that :class:`TritonAttention` lists.
     """
     width, bias = q.shape[3], NONE.value
     table: Tensor | None = None

@@ -133,9 +133,9 @@ def bias_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list
     """Return the gradients of the tensors of the bias; None for those that are not needed.
 
     Args:
-        shared: the kernels' arguments, with grad, lse and delta.
-        needed: whether each tensor's gradient is needed.
-        tensors: of the bias, as in ``TritonAttention``.
+        shared: the kernels' common arguments by name, including grad, lse and delta.
+        needed: whether the gradient of each tensor is needed.
+        tensors: tensors of the bias, in one of the combinations that ``TritonAttention`` lists.
     """
     grads: list[Tensor | None] = [None] * len(tensors)
     if not any(needed):
@@ -178,7 +178,7 @@ def _distance_sums(shared: dict[str, Any]) -> Tensor:
 
 
 def _squares(kernel: Any, shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the side of square tiles, and the launch options of a kernel that uses them."""
+    """Return the side of square tiles of a kernel, and its launch options."""
     bytes_each = shared["q"].element_size()
     size, warps, stages = squares(kernel.__name__, shared["BLOCK_D"] * bytes_each, bytes_each == 4)
     size = tuning.INTERPRETER_SIZES["BLOCK_N"] if INTERPRETED else size

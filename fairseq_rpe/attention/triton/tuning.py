@@ -37,16 +37,28 @@ FLOAT32: dict[int, list[Size]] = {  # whose products take three times the regist
     512: [(32, 16, 8, 1), (16, 16, 8, 1)],
     1024: [(16, 16, 8, 1)],
 }
-INTERPRETER_SIZES = {"BLOCK_M": 32, "BLOCK_N": 16}  # small: so that short sequences have several blocks
+INTERPRETER_SIZES = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that short sequences have several blocks
 
 
 def sizes(kernel: str, row: int, float32: bool, larger: bool) -> list[Size]:
-    """Return candidates for tiles with rows of ``row`` bytes."""
+    """Return the block sizes to try.
+
+    Args:
+        kernel: "forward", "query_gradient" or "key_gradient".
+        row: bytes of a row of a tile.
+        float32: whether q, k and v are float32.
+        larger: whether sizes of ``LARGER`` fit, too.
+    """
     if float32:
         return FLOAT32[max(row, 256)]
     if row > 256:
         return WIDE
     return (LARGER[kernel] if larger and row <= 128 else []) + SIZES[kernel][max(row, 128)]
+
+
+def _config(queries: int, keys: int, warps: int, stages: int) -> triton.Config:
+    """Return triton's form of a ``Size``."""
+    return triton.Config({"BLOCK_M": queries, "BLOCK_N": keys}, num_warps=warps, num_stages=stages)
 
 
 def _tuned(kernel: Any) -> Any:
@@ -55,14 +67,14 @@ def _tuned(kernel: Any) -> Any:
         return kernel
     name = kernel.__name__
     listed = dict.fromkeys(chain(*SIZES[name].values(), *FLOAT32.values(), LARGER[name], WIDE, FEW_QUERIES))
-    configs = {x: triton.Config({"BLOCK_M": x[0], "BLOCK_N": x[1]}, num_warps=x[2], num_stages=x[3]) for x in listed}
+    configs = {size: _config(*size) for size in listed}
 
     def suitable(_: list[triton.Config], named: dict[str, Any], **more: Any) -> list[triton.Config]:
         """Return the candidates to measure; in deterministic mode the last one, which is then used without measuring.
 
         The last digits of sums depend on the block sizes, so a choice by time would not be repeatable.
         """
-        args = {**named, **more}
+        args = {**named, **more}  # of the launch: triton passes them in two groups
         q = args["q"]
         larger = args["BIAS"] == NONE.value or (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9)
         candidates = sizes(name, args["BLOCK_D"] * q.element_size(), q.dtype == torch.float32, larger)
@@ -80,13 +92,14 @@ def launch(kernel: Any, rows: int, block: str, shared: dict[str, Any], **more: A
     """Run a tuned kernel on a grid of (blocks of rows, heads, batch).
 
     Args:
-        kernel: to run.
-        rows: number of rows that are divided into blocks.
-        block: name of the block size that divides them.
-        shared: arguments shared by several kernels.
-        more: further arguments.
+        kernel: FORWARD, QUERY_GRADIENT or KEY_GRADIENT.
+        rows: number of queries or keys, which are divided into blocks.
+        block: name of the kernel's parameter for the size of these blocks, BLOCK_M for queries or BLOCK_N for keys.
+        shared: arguments by name that several kernels have in common; those that this kernel lacks are ignored.
+        more: further arguments of this kernel.
     """
     block_sizes = INTERPRETER_SIZES if INTERPRETED else {}
+    # class of lengths: sizes are measured once for each
     lengths = 0 if shared["n"] <= 16 else 1 if shared["m"] <= 2048 else 2
     run(kernel, lambda meta: triton.cdiv(rows, meta[block]), shared, **more, **block_sizes, lengths=lengths)
 
@@ -95,10 +108,10 @@ def run(kernel: Any, blocks: Callable[[dict[str, Any]], int], shared: dict[str, 
     """Run a kernel on a grid of (blocks, heads, batch) with those of the shared arguments that it has.
 
     Args:
-        kernel: to run.
+        kernel: any Triton kernel, tuned or not.
         blocks: function of the kernel's meta-parameters that returns the number of blocks.
-        shared: arguments shared by several kernels.
-        more: further arguments.
+        shared: arguments by name that several kernels have in common; those that this kernel lacks are ignored.
+        more: further arguments of this kernel.
     """
     q = shared["q"]
     arguments = {name: shared[name] for name in kernel.arg_names if name in shared}

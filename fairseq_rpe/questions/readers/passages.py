@@ -61,27 +61,34 @@ class _FlatMultiRC:
     label: int | None = None
 
 
-def multirc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+def read_multirc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
     """Read MultiRC: each answer is an example, to be classified as right or wrong.
 
     The answers of one question are a group. Questions are numbered within a paragraph, so the group names both.
 
     Args:
         files: Files of one split.
-        spec: What to read.
+        spec: Fields, split and choices of the set.
+
+    Yields:
+        One example for each answer of each question.
+
+    Raises:
+        MissingLabel: An answer has no label.
+        UserError: A file is damaged, a row has other fields, or a label is none of the choices.
     """
     for row in read_rows(files, spec):
-        for flat in _flat(row):
-            number = flat.idx
-            texts = {"question": flat.question, "answer": flat.answer, "paragraph": flat.paragraph}
+        for candidate in _candidate_answers(row):
+            number = candidate.idx
+            texts = {"question": candidate.question, "answer": candidate.answer, "paragraph": candidate.paragraph}
             group = f"{number.paragraph}-{number.question}"
-            answer = label_text(flat.label, row.source, spec.choices)
+            answer = label_text(candidate.label, row.source, spec.choices)
             fields = {name: _without_markup(text) for name, text in texts.items()}
             yield Example(row.source, f"{group}-{number.answer}", fields, (answer,), group)
 
 
-def _flat(row: RawRow) -> Iterator[_FlatMultiRC]:
-    """Yield the examples of a row: one in files of the hub, many in a line of the original files."""
+def _candidate_answers(row: RawRow) -> Iterator[_FlatMultiRC]:
+    """Yield the answers in a row: one in files of the hub, those of a whole passage in the original files."""
     if "passage" not in row.values:
         yield records.read_record(_FlatMultiRC, row.values, row.source, "the row", strict=False, remedy=REMEDY)
         return
@@ -142,14 +149,21 @@ class _FlatReCoRD:
     answers: tuple[str, ...] = ()
 
 
-def record(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+def read_record_set(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
     """Read ReCoRD: each query is an example, whose answers are the entities of the passage that fill its gap.
 
     The choices are the different entities, in the order of the file. Highlights of the passage become sentences.
 
     Args:
         files: Files of one split.
-        spec: What to read.
+        spec: Fields, split and choices of the set.
+
+    Yields:
+        One example for each query.
+
+    Raises:
+        MissingLabel: A query has no answers.
+        UserError: A file is damaged, a row has other fields, or a passage has no entities or one outside of its text.
     """
     for row in read_rows(files, spec):
         for query in _queries(row):
@@ -163,11 +177,12 @@ def record(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
                 "entities": ", ".join(entities),
                 "passage": _without_highlights(query.passage),
             }
-            name = f"{query.idx.passage}-{query.idx.query}"
-            yield Example(row.source, name, fields, answers, choices=entities)
+            example_id = f"{query.idx.passage}-{query.idx.query}"
+            yield Example(row.source, example_id, fields, answers, choices=entities)
 
 
 def _queries(row: RawRow) -> Iterator[_FlatReCoRD]:
+    """Yield the queries in a row: one in files of the hub, those of a whole passage in the original files."""
     if "qas" not in row.values:
         yield records.read_record(_FlatReCoRD, row.values, row.source, "the row", strict=False, remedy=REMEDY)
         return

@@ -20,12 +20,19 @@ from fairseq_rpe.utils import records
 from fairseq_rpe.utils.records import Natural
 
 
-def labelled(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+def read_labelled(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
     """Read rows whose ``label`` is one of the choices of the set.
 
     Args:
         files: Files of one split.
-        spec: What to read.
+        spec: Fields, split and choices of the set.
+
+    Yields:
+        One example for each row.
+
+    Raises:
+        MissingLabel: A row has no label.
+        UserError: A file is damaged, a field has no text, or a label is none of the choices.
     """
     for row in read_rows(files, spec, (*spec.fields, "label")):
         yield _example(row, spec, label_text(row.values.get("label"), row.source, spec.choices))
@@ -35,12 +42,19 @@ def _example(row: RawRow, spec: ReaderSpec, answer: str) -> Example:
     return Example(row.source, row.id, {name: row.text(name) for name in spec.fields}, (answer,))
 
 
-def stsb(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+def read_stsb(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
     """Read STS-B: a ``label`` from 0 to 5, rounded as in T5 to the nearest multiple of 0.2 (ties to the even one).
 
     Args:
         files: Files of one split.
-        spec: What to read.
+        spec: Fields, split and choices of the set.
+
+    Yields:
+        One example for each row.
+
+    Raises:
+        MissingLabel: A row has no label.
+        UserError: A file is damaged, a field has no text, or a label is no number from 0 to 5.
     """
     for row in read_rows(files, spec, (*spec.fields, "label")):
         value = row.values.get("label")
@@ -55,48 +69,66 @@ def stsb(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
         yield _example(row, spec, f"{round(score * 5) / 5:.1f}")
 
 
-def copa(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
-    """Read COPA as :func:`labelled` does, and check that ``question`` is ``cause`` or ``effect``.
+def read_copa(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+    """Read COPA as :func:`read_labelled` does, and check that ``question`` is ``cause`` or ``effect``.
 
     Args:
         files: Files of one split.
-        spec: What to read.
+        spec: Fields, split and choices of the set.
+
+    Yields:
+        One example for each row.
+
+    Raises:
+        MissingLabel: A row has no label.
+        UserError: A file is damaged, a field has no text, or a label or question is none of the choices.
     """
-    for example in labelled(files, spec):
+    for example in read_labelled(files, spec):
         if example.fields["question"] not in ("cause", "effect"):
             raise UserError(f"{example.source} has a 'question' that is neither cause nor effect: {REMEDY}")
         yield example
 
 
-def mrpc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
-    """Read MRPC as :func:`labelled` does; its original text file has both splits.
+def read_mrpc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+    """Read MRPC as :func:`read_labelled` does; its original text file has both splits.
 
     Args:
         files: Files of one split, or the original file and the list of the pairs that are the validation split.
-        spec: What to read.
+        spec: Fields, split and choices of the set.
+
+    Yields:
+        One example for each row of the split.
+
+    Raises:
+        MissingLabel: A row has no label.
+        UserError: A file is damaged, a field has no text, or a label is none of the choices.
     """
     if len(files) < 2 or files[0].format == "parquet":
-        yield from labelled(files, spec)
+        yield from read_labelled(files, spec)
         return
-    pairs = set()
-    for source, text in read_lines(files[1]):
+    rows_file, valid_pairs_file = files
+    valid_pairs = set()
+    for source, text in read_lines(valid_pairs_file):
         if text.count("\t") != 1:
             raise UserError(f"{source} is no pair of numbers: {REMEDY}")
-        pairs.add(tuple(text.split("\t")))
-    for row in read_rows(files[:1], spec, (*spec.fields, "label", "#1 ID", "#2 ID")):
-        if ((row.text("#1 ID"), row.text("#2 ID")) in pairs) == (spec.split == "valid"):
+        valid_pairs.add(tuple(text.split("\t")))
+    for row in read_rows([rows_file], spec, (*spec.fields, "label", "#1 ID", "#2 ID")):
+        is_valid = (row.text("#1 ID"), row.text("#2 ID")) in valid_pairs
+        if is_valid == (spec.split == "valid"):
             yield _example(row, spec, label_text(row.values.get("label"), row.source, spec.choices))
 
 
 @dataclass(frozen=True)
 class _Spans:
+    """The noun (1) and the pronoun (2) of a row: the words, and the index of the first one in the text."""
+
     span1_text: str
     span1_index: Natural
     span2_text: str
     span2_index: Natural
 
 
-def wsc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
+def read_wsc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
     """Read WSC with marked spans, ``* noun *`` and ``# pronoun #``.
 
     A published span is a text and the index of its first word. Matching ignores case, white space and surrounding
@@ -104,23 +136,35 @@ def wsc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
 
     Args:
         files: Files of one split.
-        spec: What to read.
+        spec: Fields, split and choices of the set.
+
+    Yields:
+        One example for each row.
+
+    Raises:
+        MissingLabel: A row has no label.
+        UserError: A file is damaged, a field has no text, or a span begins behind the last word.
     """
     for row in read_rows(files, spec):
         spans = records.read_record(_Spans, row.values.get("target", row.values), row.source, "the row", False, REMEDY)
-        text = row.text("text")
-        marks: list[tuple[int, int, int, str]] = []
-        noun, pronoun = (spans.span1_text, spans.span1_index), (spans.span2_text, spans.span2_index)
-        for mark, (words, index) in (("*", noun), ("#", pronoun)):
-            if span := _find_span(text, words, index, row.source):
-                begin, end = span
-                # At the same character: ends before beginnings; the inner span ends first and begins last.
-                marks += [(begin, 1, -end, f"{mark} "), (end, 0, -begin, f" {mark}")]
-        # Inserted from the last one, so that the positions of the others stay valid.
-        for position, _, _, mark in sorted(marks, reverse=True):
-            text = text[:position] + mark + text[position:]
+        text = _mark_spans(row.text("text"), spans, row.source)
         answer = label_text(row.values.get("label"), row.source, spec.choices)
         yield Example(row.source, row.id, {"text": text}, (answer,))
+
+
+def _mark_spans(text: str, spans: _Spans, source: str) -> str:
+    """Return the text with stars around the noun and hashes around the pronoun."""
+    marks: list[tuple[int, int, int, str]] = []  # position, then two sort keys, then the mark to insert
+    noun, pronoun = (spans.span1_text, spans.span1_index), (spans.span2_text, spans.span2_index)
+    for mark, (words, index) in (("*", noun), ("#", pronoun)):
+        if span := _find_span(text, words, index, source):
+            begin, end = span
+            # At the same character: ends before beginnings; the inner span ends first and begins last.
+            marks += [(begin, 1, -end, f"{mark} "), (end, 0, -begin, f" {mark}")]
+    # Inserted from the last one, so that the positions of the others stay valid.
+    for position, _, _, mark in sorted(marks, reverse=True):
+        text = text[:position] + mark + text[position:]
+    return text
 
 
 def _find_span(text: str, words: str, index: int, source: str) -> tuple[int, int] | None:

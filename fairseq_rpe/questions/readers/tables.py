@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fairseq_rpe.core.errors import UserError, shorten_path
 from fairseq_rpe.data.documents import SourceFile, iter_lines, open_source, source_errors
-from fairseq_rpe.utils.files import parse_json_object
+from fairseq_rpe.utils.json_files import parse_json_object
 from fairseq_rpe.utils.records import TextTuple
 
 REMEDY = "correct it or get the file again"
@@ -37,14 +37,14 @@ class TsvFormat:
 
 @dataclass(frozen=True)
 class ReaderSpec:
-    """What a reader reads.
+    """The fields, split and choices that a reader of a set reads.
 
     Attributes:
-        fields: Fields that the template of the set names.
-        split: Name of the split.
-        choices: All answers, in the order of the hub's labels.
+        fields: Fields that the template of the set names; an example has a text for each of them.
+        split: ``train`` or ``valid``, for files that hold both.
+        choices: All answers, in the order of the hub's labels 0, 1, …; empty if the set has no labels.
         tsv: Layout of tab-separated files.
-        skipped: Counts the lines that were left out, by reason.
+        skipped: Number of lines that were left out, by reason; the readers add to it.
     """
 
     fields: TextTuple
@@ -60,12 +60,12 @@ class Example:
 
     Attributes:
         source: File and line, for messages.
-        id: Unique within a split.
-        fields: Texts by field.
-        answers: All right answers.
-        group: Examples of one group are scored together.
-        choices: Possible answers, if they are not those of the set.
-        rows: Number of rows that the published count has for it.
+        id: Identifier, unique within a split.
+        fields: Text of each field of the template, by the name of the field.
+        answers: All right answers; a prediction may equal any of them.
+        group: Name of the group whose examples are scored together; empty if each is scored alone.
+        choices: Possible answers, or None if they are those of the set.
+        rows: Rows of the files that make up the example, for comparison with the published number of rows.
     """
 
     source: str
@@ -84,7 +84,7 @@ class RawRow:
     Attributes:
         source: File and line, for messages.
         number: Number of the row in its file, from 0.
-        values: Values by column.
+        values: Values as the file format has them, by the name of the column or key.
     """
 
     source: str
@@ -99,8 +99,11 @@ class RawRow:
     def text(self, name: str) -> str:
         """Return the text of a column.
 
+        Args:
+            name: Name of the column.
+
         Raises:
-            UserError: It is not a text, or has half a surrogate pair.
+            UserError: The row has no such column, or its value is not a text or has half a surrogate pair.
         """
         value = self.values.get(name)
         if not isinstance(value, str) or _SURROGATE.search(value):
@@ -109,12 +112,19 @@ class RawRow:
 
 
 def read_rows(files: Sequence[SourceFile], spec: ReaderSpec, needed: TextTuple = ()) -> Iterator[RawRow]:
-    """Yield the rows of files.
+    """Read files one after another.
 
     Args:
-        files: The files.
-        spec: What the reader reads.
+        files: Files of one split, in any of the formats.
+        spec: Layout of tab-separated files, and the count of lines that are left out.
         needed: Fields to read from tab-separated files; other formats yield all fields.
+
+    Yields:
+        The rows, in the order of the files.
+
+    Raises:
+        MissingLabel: A tab-separated file has no column for ``label``.
+        UserError: A file is damaged, is not UTF-8, or has no column for a field.
     """
     for file in files:
         if file.format == "parquet":
@@ -126,7 +136,13 @@ def read_rows(files: Sequence[SourceFile], spec: ReaderSpec, needed: TextTuple =
 
 
 def read_lines(source: SourceFile) -> Iterator[tuple[str, str]]:
-    """Yield file-and-line and text of the lines of a file that are not empty.
+    """Read the lines of a file that are not empty.
+
+    Args:
+        source: File in UTF-8, with or without a byte order mark.
+
+    Yields:
+        File and line number for messages, and the text of the line without its line break.
 
     Raises:
         UserError: The file is not UTF-8.
@@ -144,13 +160,14 @@ def read_lines(source: SourceFile) -> Iterator[tuple[str, str]]:
 
 def _json_rows(file: SourceFile) -> Iterator[RawRow]:
     for number, (source, text) in enumerate(read_lines(file)):
-        yield RawRow(source, number, parse_json_object(text, file, REMEDY, int(source.rpartition(" ")[2])))
+        line_number = int(source.rpartition(" ")[2])  # from 1 and with empty lines, unlike the number of the row
+        yield RawRow(source, number, parse_json_object(text, file, REMEDY, line_number))
 
 
 def _tsv_rows(file: SourceFile, spec: ReaderSpec, needed: TextTuple) -> Iterator[RawRow]:
     """Yield rows of a tab-separated file; raise MissingLabel if it has no column for ``label``."""
     columns = {name: spec.tsv.columns.get(name, name) for name in needed}
-    header, number = spec.tsv.header, -1
+    header, number = spec.tsv.header, -1  # lines that are left out have a number, too
     indices = {name: header.index(column) for name, column in columns.items()} if header else {}
     for source, text in read_lines(file):
         cells = text.split("\t")
@@ -197,10 +214,10 @@ def _parquet_rows(source: SourceFile) -> Iterator[RawRow]:
 
 
 def label_text(value: object, source: str, choices: TextTuple) -> str:
-    """Return the answer of a label.
+    """Return the answer that a label stands for.
 
     Args:
-        value: One of the choices, or the index of a choice, or a boolean as such an index.
+        value: Label as the file has it: one of the choices, or the index of a choice, or a boolean as such an index.
         source: File and line, for messages.
         choices: All answers, in the order of the hub's labels.
 

@@ -20,7 +20,16 @@ from fairseq_rpe.utils.table import Cell, Table, TableRow, number_cell, stack_ta
 
 
 def build_content(record: SweepRecord, runs: Sequence[TrainedRun], accuracies: Accuracies) -> ReportContent:
-    """Build the report of a sweep over generated tasks."""
+    """Build the report of a sweep over generated tasks.
+
+    Args:
+        record: record of the sweep.
+        runs: trained runs.
+        accuracies: results.
+
+    Returns:
+        The chapters; ``other_figures`` has the heat maps as ``depths`` if a task has depths.
+    """
     published, ranges = record.published, accuracies.describe_ranges()
     tables = {task: _accuracy_table(accuracies, task, published) for task in accuracies.tasks}
     curves = {
@@ -39,21 +48,21 @@ def build_content(record: SweepRecord, runs: Sequence[TrainedRun], accuracies: A
     several_seeds = Text(
         "The figure shows the mean over seeds, and bars or shading from the lowest to the highest seed."
     )
-    blocks: list[Block] = [*tables.values(), *[several_seeds] * (len(record.seeds) > 1), picture]
+    blocks: list[Block] = [*tables.values(), *([several_seeds] if len(record.seeds) > 1 else []), picture]
     notes: list[Block] = [Text(f"Exact match in %, mean over the numbers of {unit}; {ranges}.")]
     if published:
         notes.append(Text(f"Published: {published.source}; its model has another size, so compare only the order."))
     return ReportContent(
-        _lead(record, accuracies),
-        [
+        lead=_lead(record, accuracies),
+        parts=[
             Part("exact", "Exact match", blocks),
             Part("depths", "Is the answer found at every depth?", depth_blocks),
             Part("published", "Comparison with published values", published_comparison.comparison_blocks(record, runs)),
         ],
-        partial(_measurements, accuracies),
-        stack_tables(tables, "task").to_markdown() + markdown([*notes, *depth_blocks]),
-        figure,
-        {"depths": heat_maps} if heat_maps else {},
+        build_measurements=partial(_measurements, accuracies),
+        markdown=stack_tables(tables, "task").to_markdown() + markdown([*notes, *depth_blocks]),
+        figure=figure,
+        other_figures={"depths": heat_maps} if heat_maps else {},
     )
 
 
@@ -69,35 +78,29 @@ def _accuracy_table(accuracies: Accuracies, task: str, published: Published | No
         caption += (
             f" (to N): the method has positions for at most N {unit}, so its mean ends there and is not compared."
         )
-    head = ["method", "trained", "beyond", "all"]
-    values = {name: list(accuracies.mean_by_range(task, name).values()) for name in methods}
+    columns = ["trained", "beyond", "all"]
+    values = {name: accuracies.mean_by_range(task, name) for name in methods}
     if published:
-        head.append("published")
+        columns.append("published")
         caption += " Published: not comparable; compare only the order of the methods."
+        algorithm, _ = parse(task)
         for name, row in values.items():
-            row.append(published.values.get(name, {}).get(parse(task)[0]))
+            row["published"] = published.values.get(name, {}).get(algorithm)
     # a mean over fewer items cannot be compared with one over all
-    incomplete = {(name, column) for name in limits for column in (1, 2) if values[name][column] is not None}
-    best = [
-        max(
-            (
-                row[column]
-                for name, row in values.items()
-                if (name, column) not in incomplete and row[column] is not None
-            ),
-            default=None,
-        )
-        for column in range(len(head) - 1)
-    ]
+    incomplete = {(name, column) for name in limits for column in ("beyond", "all") if values[name][column] is not None}
+    best = {}
+    for column in columns:
+        compared = (row[column] for name, row in values.items() if (name, column) not in incomplete)
+        best[column] = max((value for value in compared if value is not None), default=None)
 
-    def cell(name: str, column: int) -> Cell:
+    def cell(name: str, column: str) -> Cell:
         if (name, column) in incomplete:
             plain = number_cell(values[name][column], ".1f")
             return replace(plain, text=f"{plain.text} (to {limits[name]})")
         return number_cell(values[name][column], ".1f", best[column])
 
-    rows = [TableRow(name, [cell(name, column) for column in range(len(best))]) for name in values]
-    return Table(caption, head, rows, best_label="largest")
+    rows = [TableRow(name, [cell(name, column) for column in columns]) for name in values]
+    return Table(caption, ["method", *columns], rows, best_label="largest")
 
 
 def _lead(record: SweepRecord, accuracies: Accuracies) -> list[str]:
@@ -105,8 +108,8 @@ def _lead(record: SweepRecord, accuracies: Accuracies) -> list[str]:
     for row in accuracies.results:
         examples[row.method, row.seed] += row.result.examples
     lines = [
-        f"{len(methods)} method{'s' * (len(methods) > 1)} on {', '.join(record.algorithms)}. Each answers "
-        f"{'up to ' * bool(accuracies.position_limits)}{max(examples.values()):,} generated examples of the "
+        f"{len(methods)} {'methods' if len(methods) > 1 else 'method'} on {', '.join(record.algorithms)}. Each answers "
+        f"{'up to ' if accuracies.position_limits else ''}{max(examples.values()):,} generated examples of the "
         f"{record.settings.split} split by greedy decoding; {accuracies.describe_ranges()}."
     ]
     for task in accuracies.tasks:
@@ -180,7 +183,8 @@ def _worst_depth_table(accuracies: Accuracies, task: str) -> Table:
 def _depth_table(accuracies: Accuracies, task: str) -> Table:
     """The numbers of the heat map."""
     grids = {name: accuracies.mean_by_length_and_depth(task, name) for name in accuracies.methods(task)}
-    lengths, depths = (sorted({key[axis] for grid in grids.values() for key in grid}) for axis in (0, 1))
+    lengths = sorted({length for grid in grids.values() for length, _ in grid})
+    depths = sorted({depth for grid in grids.values() for _, depth in grid})
     rows = [
         TableRow(name, [Cell(str(n), n), *(number_cell(grid.get((n, depth)), ".0f") for depth in depths)])
         for name, grid in grids.items()
@@ -192,12 +196,13 @@ def _depth_table(accuracies: Accuracies, task: str) -> Table:
 
 
 def _chance_level(accuracies: Accuracies, task: str) -> str:
+    """Return in words how often a guess is right, which is least at the longest length, and the number of examples."""
     algorithm = build(task)
     results = [row.result for row in accuracies.results if row.task == task]
     lengths = sorted({result.length for result in results})
     least, most = (algorithm.chance_accuracy(n) for n in (lengths[-1], lengths[0]))
     if least is None or most is None:
         return f"{task}: mean over the seeds."
-    shares = [f"{100 * least:.3g}"] + [f"{100 * most:.3g}"] * (least != most)
+    percents = [f"{100 * share:.3g}" for share in dict.fromkeys((least, most))]
     examples = " or ".join(map(str, sorted({result.examples for result in results})))
-    return f"{task}: a guess is right in {' to '.join(shares)} %; {examples} examples of each length and depth."
+    return f"{task}: a guess is right in {' to '.join(percents)} %; {examples} examples of each length and depth."

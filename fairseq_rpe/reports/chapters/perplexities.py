@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -16,6 +17,14 @@ from fairseq_rpe.sweeps.sweep_record import SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, lowest, number_cell, text_cell
 
 
+class _LengthBlocks(NamedTuple):
+    """Perplexity over length on one text: the table, and the figure for the page and for files."""
+
+    table: Table
+    picture: Picture
+    figure: Figure
+
+
 def build_content(
     record: SweepRecord, runs: Sequence[TrainedRun], perplexities: Perplexities, theory: list[Block]
 ) -> ReportContent:
@@ -23,34 +32,41 @@ def build_content(
 
     Args:
         record: record of the sweep.
-        runs: trained runs.
+        runs: trained runs; empty for models that no sweep has trained.
         perplexities: results.
-        theory: blocks on Definition 0.1.
+        theory: blocks on Definition 0.1, the chapter "Does it extrapolate?".
+
+    Returns:
+        The chapters; ``other_figures`` has the figure of each further text by its name.
     """
     published = published_comparison.comparison_blocks(record, runs, perplexities)
     notes = _continued_training(record, perplexities)
-    table, picture, figure = _over_length(record, perplexities)
+    main = _over_length(record, perplexities)
     texts = {name: _over_length(record, results, name) for name, results in perplexities.other_texts.items()}
+    over_length = [main.table, *notes, main.picture, *_mean_over_lengths(perplexities)]
+    # of the comparison with published values only its first block, the warning, and its last, the values
+    summary = [*notes, *(text.table for text in texts.values()), *theory, *published[:1], *published[-1:]]
     return ReportContent(
-        _lead(record, perplexities, own_settings(record, runs).data),
-        [
-            Part("perplexity", "Perplexity over length", [table, *notes, picture, *_mean_over_lengths(perplexities)]),
-            *(Part(f"perplexity-{name}", f"Perplexity on {name}", blocks[:2]) for name, blocks in texts.items()),
+        lead=_lead(record, perplexities, own_settings(record, runs).data),
+        parts=[
+            Part("perplexity", "Perplexity over length", over_length),
+            *(
+                Part(f"perplexity-{name}", f"Perplexity on {name}", [text.table, text.picture])
+                for name, text in texts.items()
+            ),
             Part("published", "Comparison with published values", published),
             Part("positions", "Loss by position", _loss_by_position(perplexities)),
             Part("verdict", "Does it extrapolate?", theory),
         ],
-        partial(_measurements, perplexities),
-        # of the comparison with published values only the warning and the values
-        table.to_markdown()
-        + markdown([*notes, *(blocks[0] for blocks in texts.values()), *theory, *published[:1], *published[-1:]]),
-        figure,
-        {name: blocks[2] for name, blocks in texts.items()},
+        build_measurements=partial(_measurements, perplexities),
+        markdown=main.table.to_markdown() + markdown(summary),
+        figure=main.figure,
+        other_figures={name: text.figure for name, text in texts.items()},
     )
 
 
-def _over_length(record: SweepRecord, perplexities: Perplexities, text: str = "") -> tuple[Table, Picture, Figure]:
-    """Table and figure on one text; ``text`` is its name unless it is the training text."""
+def _over_length(record: SweepRecord, perplexities: Perplexities, text: str = "") -> _LengthBlocks:
+    """Table and figure on one text; ``text`` is its name, or "" for the training text."""
     on = f" on {text}" if text else ""
     train_length = perplexities.train_length
     curves = {name: perplexities.values_by_length(name) for name in perplexities.encodings}
@@ -69,7 +85,7 @@ def _over_length(record: SweepRecord, perplexities: Perplexities, text: str = ""
     if len(record.seeds) > 1:
         caption += " Mean over the seeds; bars from the lowest to the highest seed."
     picture = svg_picture(figure, f"Perplexity per token{on} against evaluation length: {alt}.", caption)
-    return _perplexity_table(record, perplexities, on), picture, figure
+    return _LengthBlocks(_perplexity_table(record, perplexities, on), picture, figure)
 
 
 def _continued_training(record: SweepRecord, perplexities: Perplexities) -> list[Text]:

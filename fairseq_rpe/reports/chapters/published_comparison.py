@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
+from typing import NamedTuple
 
 from fairseq_rpe.checkpoints.model_sizes import find_size, full_arch_name
 from fairseq_rpe.reports.chapters.training import TIED, TrainedRun, own_settings
@@ -33,7 +34,7 @@ _COMPARED = {
     "activation_dropout": "dropout of activations",
 }
 _SAME = {True: _YES, False: _NO, None: _OPEN}
-_NEAR = 0.02
+_NEAR = 0.02  # relative difference up to which two numbers of parameters count as the same
 _NOT_STATED = "not stated"
 _CAUTION = (
     "Published values cannot be compared with those here one by one: tokeniser, data, model size and schedule differ "
@@ -74,8 +75,8 @@ def comparison_blocks(
         perplexities: results of a sweep on text; None for other sweeps.
 
     Returns:
-        A warning and the differences of the settings, and for a sweep on text trends and values; empty if nothing is
-        published for the compared methods.
+        A warning and the differences of the settings, and for a sweep on text trends and, last, the published values;
+        empty if nothing is published for the compared methods.
     """
     published = record.published
     if published is None:
@@ -106,55 +107,67 @@ def _table(published: Published, values: Mapping[str, Mapping[int, float]]) -> T
     return Table(f"Published: {published.source}.", ["published", *map(str, lengths)], rows, best_label="least")
 
 
+class _ComparedSetting(NamedTuple):
+    """A setting of the sweep and of the paper.
+
+    Attributes:
+        name: title of the setting.
+        ours: value of the sweep; None if it is not recorded.
+        theirs: value of the paper; None if it is not stated.
+        same: whether they are the same, in words.
+    """
+
+    name: str
+    ours: object
+    theirs: object
+    same: str
+
+    def to_row(self) -> TableRow:
+        """Return the row of the table."""
+        same = _OPEN if self.theirs is None else self.same
+        cells = [_value_cell(self.ours, NOT_RECORDED), _value_cell(self.theirs, _NOT_STATED), text_cell(same)]
+        return TableRow(self.name, cells)
+
+
 def _differences(record: SweepRecord, ours: PublishedSettings, theirs: PublishedSettings) -> Table:
     """Settings of the sweep and of the paper, as far as either is known."""
     # an equal name does not prove an equal text, nor an equal vocabulary size an equal tokeniser
     published_name = _plain(theirs.data or "")
     same_name = ours.data is not None and published_name and _plain(PurePath(ours.data).name).startswith(published_name)
-    types = [f"{n:,} types" if n else None for n in (ours.vocabulary, theirs.vocabulary)]
-    tokeniser = ", ".join(filter(None, (theirs.tokeniser, types[1])))
+    our_types, their_types = (f"{n:,} types" if n else None for n in (ours.vocabulary, theirs.vocabulary))
+    tokeniser = ", ".join(filter(None, (theirs.tokeniser, their_types)))
     model = None if theirs.arch is None or record.settings.extra else full_arch_name(theirs.arch) == ours.model
     near = _near(ours.parameters, theirs.parameters)
-    compared: list[tuple[str, object, object, str]] = [
-        ("data", ours.data, theirs.data, f"{_OPEN}: the same name" if same_name else _NO if ours.data else _OPEN),
-        (
+    compared = [
+        _ComparedSetting(
+            "data", ours.data, theirs.data, f"{_OPEN}: the same name" if same_name else _NO if ours.data else _OPEN
+        ),
+        _ComparedSetting(
             "tokeniser",
-            types[0],
+            our_types,
             tokeniser or None,
             _OPEN if _near(ours.vocabulary, theirs.vocabulary) is not False else _NO,
         ),
-        ("layers, width, heads", _sized(record, ours.model), theirs.model, _SAME[model]),
-        ("parameters", ours.parameters, theirs.parameters, f"{_YES}, within {_NEAR:.0%}" if near else _SAME[near]),
+        _ComparedSetting("layers, width, heads", _sized(record, ours.model), theirs.model, _SAME[model]),
+        _ComparedSetting(
+            "parameters", ours.parameters, theirs.parameters, f"{_YES}, within {_NEAR:.0%}" if near else _SAME[near]
+        ),
         # a plain Adam in a paper does not tell whether its weight decay is decoupled
-        ("optimiser", ours.optimiser, theirs.optimiser, _SAME[ours.optimiser == theirs.optimiser or None]),
+        _ComparedSetting(
+            "optimiser", ours.optimiser, theirs.optimiser, _SAME[ours.optimiser == theirs.optimiser or None]
+        ),
     ]
     for key, name in _COMPARED.items():
         if key == "min_lr" and ours.schedule != theirs.schedule:
             continue
         our_value, their_value = getattr(ours, key), getattr(theirs, key)
         if key == "batch_sentences" and ours.context == "within documents" and our_value is not None:
-            compared.append((name, f"tokens of {our_value} full sequences", their_value, _OPEN))
+            # blocks of one document differ in length, so a batch is a number of tokens
+            compared.append(_ComparedSetting(name, f"tokens of {our_value} full sequences", their_value, _OPEN))
             continue
-        compared.append(
-            (
-                name,
-                our_value,
-                their_value,
-                _SAME[None if our_value is None or their_value is None else our_value == their_value],
-            )
-        )
-    rows = [
-        TableRow(
-            name,
-            [
-                _value_cell(our_value, NOT_RECORDED),
-                _value_cell(their_value, _NOT_STATED),
-                text_cell(same if their_value is not None else _OPEN),
-            ],
-        )
-        for name, our_value, their_value, same in compared
-        if our_value is not None or their_value is not None
-    ]
+        is_same = None if our_value is None or their_value is None else our_value == their_value
+        compared.append(_ComparedSetting(name, our_value, their_value, _SAME[is_same]))
+    rows = [setting.to_row() for setting in compared if setting.ours is not None or setting.theirs is not None]
     caption = "Settings that are the same and that differ; a setting that the paper does not state is not compared."
     return Table(caption, ["", "here", "published", "same?"], rows, is_text=True)
 
@@ -181,7 +194,8 @@ def _value_cell(value: object, missing: str) -> Cell:
 
 
 def _plain(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
+    """Return a data set's name without case, spaces and punctuation: WikiText-103 is wikitext103."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _trends(

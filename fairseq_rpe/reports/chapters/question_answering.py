@@ -20,9 +20,20 @@ _CAUTION = "Published values cannot be compared one by one: the page lists what 
 
 
 def build_content(record: SweepRecord, runs: Sequence[TrainedRun], scores: Scores) -> ReportContent:
-    """Build the report of a sweep over questions."""
+    """Build the report of a sweep over questions.
+
+    Args:
+        record: record of the sweep.
+        runs: runs of the pre-training, then fine-tuned runs.
+        scores: results.
+
+    Returns:
+        The chapters.
+    """
     several = len(scores.lengths) > 1
-    tables = [_length_table(record, scores, *key) for key in _shown_metrics(scores)] if several else []
+    tables = (
+        [_length_table(record, scores, label, metric) for label, metric in _shown_metrics(scores)] if several else []
+    )
     if len(scores.sets) > 1 or not several:
         tables += [_set_table(record, scores, n) for n in scores.lengths]
     tables += [table for label in scores.sets if (table := _distance_table(scores, label))]
@@ -37,14 +48,14 @@ def build_content(record: SweepRecord, runs: Sequence[TrainedRun], scores: Score
     picture = svg_picture(figure, f"Scores in percent. {alt}.", f"Score in % against {axis}.")
     note = Text(_note(record, scores))
     return ReportContent(
-        _lead(record, scores),
-        [
+        lead=_lead(record, scores),
+        parts=[
             Part("scores", "Scores", [*tables, *published, picture, note]),
             Part("published", "Comparison with published values", published_comparison.comparison_blocks(record, runs)),
         ],
-        partial(_measurements, scores),
-        markdown([*tables, *published, note, *([Text(_CAUTION)] if published else [])]).lstrip(),
-        figure,
+        build_measurements=partial(_measurements, scores),
+        markdown=markdown([*tables, *published, note, *([Text(_CAUTION)] if published else [])]).lstrip(),
+        figure=figure,
     )
 
 
@@ -239,8 +250,9 @@ def _lead(record: SweepRecord, scores: Scores) -> list[str]:
     methods, questions = scores.methods, sorted({row.result.questions for row in scores.results})
     counts = f"{questions[0]:,} to {questions[-1]:,}" if len(questions) > 1 else f"{questions[0]:,}"
     lengths = ", ".join(map(str, scores.lengths))
+    noun = "methods" if len(methods) > 1 else "method"
     lines = [
-        f"{len(methods)} method{'s' * (len(methods) > 1)}, trained on text at {scores.train_length} tokens, fine-tuned "
+        f"{len(methods)} {noun}, trained on text at {scores.train_length} tokens, fine-tuned "
         f"on questions at {scores.fine_tuning_length} and evaluated at {lengths}; {counts} questions of "
         f"{record.settings.split} of {', '.join(scores.sets)}."
     ]

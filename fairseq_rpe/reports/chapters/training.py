@@ -228,14 +228,18 @@ def _costs(runs: Sequence[TrainedRun]) -> Table:
         ]
         rows.append(TableRow(run.name, cells, "" if run.name.startswith(run.label) else run.label))
     head = [*_COSTS, *_OPTIONAL, "attention", "checkpoint"]
-    shown = [k for k, title in enumerate(head) if title not in _OPTIONAL or any(row.cells[k].text for row in rows)]
+    shown = [
+        column
+        for column, title in enumerate(head)
+        if title not in _OPTIONAL or any(row.cells[column].text for row in rows)
+    ]
     caption = (
         "Cost of each run. Training time: sum over all starts, with validation and saving; its tokens/s: median over "
         "the log. Losses: the last logged value in bits per token. Evaluation: sum over all lengths and methods of the "
         "run. Checkpoint: first digits of its SHA-256."
     )
-    lines = [replace(row, cells=[row.cells[k] for k in shown]) for row in rows]
-    return Table(caption, ["run", *(head[k] for k in shown)], lines)
+    shown_rows = [replace(row, cells=[row.cells[column] for column in shown]) for row in rows]
+    return Table(caption, ["run", *(head[column] for column in shown)], shown_rows)
 
 
 def _recorded_number(value: float | None, form: str) -> Cell:
