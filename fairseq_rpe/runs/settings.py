@@ -1,5 +1,6 @@
 """The request for one training run, and the plan that it resolves to once defaults are filled in."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -333,7 +334,7 @@ def _resolve_algorithm(spec: str, tokens: int | None) -> tuple[str, int]:
     return task.spec, task.num_tokens(task.max_length("train"))
 
 
-def _changed_settings(request: TrainingRequest, arch: str) -> dict[str, Any]:
+def _changed_settings(request: TrainingRequest, arch: str) -> Mapping[str, Any]:
     """Return the settings of :data:`SETTING_FLAGS`, None for those that equal their default."""
     defaults = RunSettings(arch=arch)
     values = {name: getattr(request, name) for name in SETTING_FLAGS}

@@ -275,7 +275,7 @@ def merged_record(sweep: Sweep, runs: list[SweepRun]) -> SweepRecord:
     )
 
 
-def _unshared(sweep: Sweep) -> dict[str, Any]:
+def _unshared(sweep: Sweep) -> Mapping[str, Any]:
     """Return None for each setting that differs between runs, so that a record of the sweep leaves it out."""
     task_keys = ("data", "tokens") if sweep.algorithms else ()
     return dict.fromkeys(("rpe", "seed", "positions_train", "positions_eval", *task_keys))
