@@ -522,7 +522,7 @@ def test_attention_that_cannot_be():
 def test_the_page_is_true(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = PAGE.read_text(encoding="utf-8")
-    listed = re.search(r"^Models of these types.*?: (.*?)\.", page, re.DOTALL | re.MULTILINE)
+    listed = re.search(r"^The adapter supports these model types: (.*?)\.", page, re.DOTALL | re.MULTILINE)
     assert tuple(re.findall(r"`(\w+)`", listed[1])) == MODEL_TYPES
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 3
