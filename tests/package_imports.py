@@ -1,4 +1,4 @@
-"""Imports between the packages of fairseq_rpe, read from their source: which are allowed, and which exist."""
+"""The imports between the packages of fairseq_rpe: which are allowed, and which exist in the source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "attention": {"core", "utils", "encodings"},
     "analysis": SCIENCE,
     "decoder": SCIENCE,
-    "figures": {"core", "utils", "encodings", "analysis"},
+    "figures": {"core", "utils", "encodings", "positions", "analysis"},
     "data": {"core", "utils"},
     "questions": {"core", "utils", "data"},
     "compat": {"core", "utils", "checkpoints", "encodings"},
@@ -35,7 +35,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "adapters": {*SCIENCE, "data", "modules", "evaluation"},
     "sweeps": {*_RUNS, "runs", "evaluation"},
     "reports": {*_RUNS, "runs", "evaluation", "sweeps"},
-    "cli": {*_RUNS, "runs", "evaluation", "sweeps", "reports"},
+    "kinds": {*_RUNS, "runs", "evaluation", "sweeps", "reports"},
+    "cli": {*_RUNS, "runs", "evaluation", "sweeps", "reports", "kinds"},
     "": {"models"},  # the package itself registers with fairseq
 }
 FAIRSEQ = {"compat", "modules", "criterions", "tasks", "models", "runs", "evaluation"}
@@ -43,7 +44,13 @@ FAIRSEQ = {"compat", "modules", "criterions", "tasks", "models", "runs", "evalua
 
 @dataclass(frozen=True)
 class Import:
-    """An import statement of ``file``: the imported module, and whether it is inside a function."""
+    """An import statement.
+
+    Attributes:
+        file: module that has the statement.
+        module: imported module.
+        inside: whether the statement is inside a function.
+    """
 
     file: str
     module: str
@@ -52,7 +59,7 @@ class Import:
 
 @dataclass(frozen=True)
 class PackageImports:
-    """The modules of the package at ``root`` and their imports; ``core.spec`` stands for the file core/spec.py."""
+    """The modules of the package in the folder ``root`` and their imports; the module core/spec.py is ``core.spec``."""
 
     root: Path
 
@@ -79,13 +86,14 @@ class PackageImports:
             elif isinstance(child, ast.ImportFrom):
                 base = self._base(name, child)
                 for alias in child.names:
-                    whole = f"{base}.{alias.name}"
-                    yield Import(name, whole if self.local(whole) else base, inside)
+                    submodule = f"{base}.{alias.name}"  # unless the alias is a class or function of ``base``
+                    yield Import(name, submodule if self.local(submodule) else base, inside)
             elif not self._is_type_checking(child):
-                function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-                yield from self._imports_in(name, child, inside or function)
+                is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                yield from self._imports_in(name, child, inside or is_function)
 
     def _base(self, name: str, node: ast.ImportFrom) -> str:
+        """Return the absolute name of the module from which a module imports."""
         if not node.level:
             return node.module or ""
         package = self.files[name].relative_to(self.root.parent).parent.parts
@@ -97,7 +105,7 @@ class PackageImports:
         return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
     def local(self, module: str) -> str | None:
-        """The name of a module within the package; None if it is another package's."""
+        """Return the name of a module within the package, or None for a module of another package."""
         top, _, rest = module.partition(".")
         return rest if top == self.root.name and rest in self.files else None
 
@@ -107,7 +115,7 @@ class PackageImports:
         return name.partition(".")[0]
 
     def forbidden_imports(self, allowed: Mapping[str, set[str]]) -> list[str]:
-        """Imports of packages that a package may not import."""
+        """Return the imports of packages that ``allowed`` does not list for the importing package."""
         forbidden = set()
         for item in self.imports:
             importer, imported = self.package(item.file), self.local(item.module)
@@ -116,17 +124,18 @@ class PackageImports:
         return sorted(forbidden)
 
     def cycles(self) -> list[set[str]]:
-        """Import cycles of files, counting imports inside functions."""
-        after: dict[str, set[str]] = {name: set() for name in self.files}
+        """Return the sets of modules that import each other, directly or not; imports inside functions count."""
+        imported_by: dict[str, set[str]] = {name: set() for name in self.files}
         for item in self.imports:
             imported = self.local(item.module)
             if imported is not None and imported != item.file:
-                after[item.file].add(imported)
-        closure = {name: _reachable(name, after) for name in after}
-        return sorted(({m for m in closure[n] if n in closure[m]} for n in closure if n in closure[n]), key=sorted)
+                imported_by[item.file].add(imported)
+        closure = {name: _reachable(name, imported_by) for name in imported_by}
+        in_cycles = [name for name in closure if name in closure[name]]
+        return sorted(({other for other in closure[name] if name in closure[other]} for name in in_cycles), key=sorted)
 
     def imports_in_functions(self) -> dict[str, set[str]]:
-        """Top-level packages imported inside functions (``.`` for this package) -> the files that do it."""
+        """Return the modules with imports inside functions, by imported top-level package; ``.`` is this package."""
         files: dict[str, set[str]] = {}
         for item in self.imports:
             if item.inside:
@@ -135,15 +144,15 @@ class PackageImports:
         return files
 
     def importers(self, *tops: str) -> set[str]:
-        """The packages that import a top-level package."""
+        """Return the packages that import one of these top-level packages."""
         return {self.package(item.file) for item in self.imports if item.module.partition(".")[0] in tops}
 
     def lines(self, name: str) -> int:
         return len(self.files[name].read_text(encoding="utf-8").splitlines())
 
     def signatures_with(self, annotation: str) -> list[str]:
-        """Functions and fields of records whose annotations contain ``annotation``, as file:line."""
-        found = []
+        """Return functions and classes with ``annotation`` among their annotations, as file:line."""
+        places = []
         for name, tree in self.trees.items():
             for node in ast.walk(tree):
                 annotations: list[ast.expr | None] = []
@@ -153,16 +162,17 @@ class PackageImports:
                 elif isinstance(node, ast.ClassDef):
                     annotations = [field.annotation for field in node.body if isinstance(field, ast.AnnAssign)]
                 if any(item is not None and annotation in ast.unparse(item) for item in annotations):
-                    found.append(f"{name}:{node.lineno}")
-        return found
+                    places.append(f"{name}:{node.lineno}")
+        return places
 
 
-def _reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
+def _reachable(start: str, imported_by: Mapping[str, set[str]]) -> set[str]:
+    """Return the modules that ``start`` imports, directly or through others."""
     seen: set[str] = set()
-    todo = [start]
-    while todo:
-        for name in after.get(todo.pop(), ()):
+    pending = [start]
+    while pending:
+        for name in imported_by.get(pending.pop(), ()):
             if name not in seen:
                 seen.add(name)
-                todo.append(name)
+                pending.append(name)
     return seen

@@ -1,4 +1,4 @@
-"""What a command line about sweeps comes to: the sweep with its runs, the commands of a dry run, or a refusal."""
+"""Helpers for tests of ``sweep``: resolve or refuse a command line, read a dry run, write a finished sweep."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from refusal import refusal
 from fairseq_rpe.cli import sweep as sweep_command
 from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.sweeps import fine_tuning_grid, grid, recipes, run_sweep
+from fairseq_rpe.sweeps import recipes, run_sweep
 from fairseq_rpe.sweeps.grid import SweepRun
+from fairseq_rpe.sweeps.inputs import load_inputs
 from fairseq_rpe.sweeps.resolve import Sweep
-from fairseq_rpe.sweeps.sweep_record import SweepFolder, slug
+from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord, slug
 from fairseq_rpe.utils import json_files
 
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -46,11 +47,16 @@ class Broken(DistanceBias):
 
 
 def resolve_sweep(*argv: object) -> tuple[Sweep, list[SweepRun]]:
-    """Resolve a command line of ``sweep``: returns the sweep and its runs."""
+    """Resolve a command line of ``sweep``, and return the sweep and its runs."""
     args = parse(["sweep", "--device", "cpu", *map(str, argv)])
     sweep = sweep_command.resolve_sweep(Namespace(**{**vars(args), "extra": tuple(args.extra)}))
-    make = fine_tuning_grid.build_fine_tuning_runs if sweep.questions else grid.build_runs
-    return sweep, make(sweep, run_sweep.check_data(sweep, dry=True))
+    return sweep, sweep.kind.build_runs(sweep, load_inputs(sweep, dry=True))
+
+
+def merged_record(*argv: object) -> SweepRecord:
+    """The record of a sweep, merged with the one in its folder."""
+    sweep, runs = resolve_sweep(*argv)
+    return run_sweep.merged_record(sweep, load_inputs(sweep, dry=True), runs)
 
 
 def dry_run_lines(*argv: object) -> list[str]:
@@ -58,7 +64,7 @@ def dry_run_lines(*argv: object) -> list[str]:
 
 
 def dry_run(*argv: object) -> list[list[str]]:
-    """The commands of a sweep, without the program, and without comments."""
+    """Return the commands that a dry run prints, each as words without the name of the program."""
     return [command_words(line) for line in dry_run_lines(*argv) if not line.startswith("#")]
 
 
@@ -67,26 +73,27 @@ def refused(*argv: object) -> str:
 
 
 def parse(words: list[str]) -> Namespace:
-    """A command's options; ``extra`` holds the flags for fairseq-train that follow a --."""
+    """Parse a command line; ``extra`` of the result has the flags for fairseq-train after ``--``."""
     end = words.index("--") if "--" in words else len(words)
     return Namespace(**{**vars(parser().parse_args(words[:end])), "extra": words[end + 1 :]})
 
 
 def flag(words: list[str], name: str) -> str:
+    """Return the value of a flag."""
     return words[words.index(name) + 1]
 
 
 def recipe_error(path: Path) -> str:
-    """Why a recipe's file is refused, in one line that names it."""
+    """Load a recipe that must be refused, and return the error: one line that names the file."""
     with pytest.raises(UserError) as caught:
         recipes.load(str(path))
-    said = str(caught.value)
-    assert str(path) in said and "\n" not in said
-    return said
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message
+    return message
 
 
 def table(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file."""
+    """Read the rows of a CSV file."""
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
 
@@ -94,11 +101,18 @@ def table(path: Path) -> list[dict[str, str]]:
 def finished_sweep(
     folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[int, ...] = (1,), **record: object
 ) -> SweepFolder:
-    """A finished sweep at 64 tokens with these perplexities, 2 more for each further seed; ``record``: more keys."""
+    """Write the folder of a finished sweep that was trained at 64 tokens.
+
+    Args:
+        folder: output folder.
+        ppl: spec -> length -> perplexity of the first seed; each further seed has 2 more than the seed before.
+        seeds: seeds.
+        record: further keys of ``sweep.json``.
+    """
     lengths = sorted({length for values in ppl.values() for length in values})
     settings = {"tokens": 64, "split": "test"}
-    own = {"layout": 2, "settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths}
-    json_files.write_json(folder / "sweep.json", {**own, **record})
+    common = {"layout": 2, "settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths}
+    json_files.write_json(folder / "sweep.json", {**common, **record})
     for spec, values in ppl.items():
         for number, seed in enumerate(seeds):
             run = folder / "runs" / slug(spec, seed)
@@ -108,6 +122,7 @@ def finished_sweep(
 
 
 def add_results(run: Path, *rows: Mapping[str, object]) -> None:
+    """Append results to those of a run of :func:`finished_sweep`."""
     common = {"checkpoint": "c", "split": "test", "loss_base2": 1.0, "tokens": 99}
     for row in rows:
         json_files.append_json_line(run / "eval.jsonl", {**common, **row})

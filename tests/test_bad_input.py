@@ -165,7 +165,7 @@ bias fire:hidden_width=9  -> 'fire' has no option 'hidden_width' (did you mean '
 --nothing  -> the following arguments are required: COMMAND
 nothing  -> unknown command 'nothing' (did you mean 'train'?); known
 eval  -> the following arguments are required: CHECKPOINT, DATA
-train {data} --rpe alibi  -> the following arguments are required: --out
+train {data} --rpe alibi  -> --out is missing: give --out DIR
 eval --rpe  -> --rpe: expected one argument
 +eval --length 3  -> unrecognized arguments: --length 3 (see fairseq-rpe eval --help)
 +eval -- --seed 1  -> 'eval' takes no further flags after --: only train and sweep do

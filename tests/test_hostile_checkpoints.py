@@ -28,13 +28,14 @@ from in_process import fairseq
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.checkpoints.checkpoint import check_model_size
 from fairseq_rpe.cli.main import build_parser
+from fairseq_rpe.cli.training_options import stated_settings
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import corpus_digest
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import CheckpointFolder
-from fairseq_rpe.runs.settings import TrainingRequest, make_plan
+from fairseq_rpe.runs.settings import make_plan
+from fairseq_rpe.runs.training_config import TrainingConfig
 from fairseq_rpe.utils.json_files import append_json_line, write_json
-from fairseq_rpe.utils.records import from_attributes
 
 CANARY = "canary-5e1f"
 PAYLOAD = "EXECUTED"
@@ -435,8 +436,8 @@ def test_a_training_goes_on_from_no_such_file(name, good, corpus, here, tmp_path
     runs = tmp_path / "run"
     runs.mkdir()
     command = f"train {corpus} --rpe alibi --out {runs} --tokens 32 --updates 9 --device cpu"
-    request = from_attributes(TrainingRequest, build_parser("train").parse_args(command.split()))
-    CheckpointFolder(runs).write_record(make_plan(request, corpus_digest(corpus)))
+    config = TrainingConfig(**stated_settings(build_parser("train").parse_args(command.split())))
+    CheckpointFolder(runs).write_record(config, make_plan(config, corpus_digest(corpus)))
     change, words = STATES[name]
     last = saved(torch.load(good), change, runs / "checkpoint_last.pt")
     before = {path.name: path.read_bytes() for path in runs.iterdir()}

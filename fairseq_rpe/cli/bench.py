@@ -43,28 +43,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bench``."""
     parser.description = (
         "Time all encodings and backends in rotation at each length, relative to torch's own causal attention without "
-        "a bias; with --model, time untrained models, each reading one block. Combinations that a backend does not "
-        "support are skipped with a message."
+        "a bias. With --model, time untrained models on one block. Combinations that a backend does not support are "
+        "skipped with a message."
     )
-    parser.add_argument("--model", choices=MODEL_SIZES, help="time models of this size, not attention alone")
+    parser.add_argument("--model", choices=MODEL_SIZES, help="time models of this size instead of attention alone")
     about = (
-        'encodings, separated by blanks or commas (default: "nope alibi kerple_log fire"; models: and rope, t5_bias)'
+        'encodings, separated by blanks or commas (default: "nope alibi kerple_log fire"; with --model also rope and '
+        "t5_bias)"
     )
     parser.add_argument("--encodings", type=spec_list, metavar='"SPEC ..."', help=about)
-    about = "encodings that all layers of a model share, timed too (default: fire, which is then FIRE-S)"
+    about = "with --model: also time these encodings, shared by all layers (default: fire, which is then FIRE-S)"
     parser.add_argument("--shared", type=spec_list, metavar='"SPEC ..."', help=about)
     parser.add_argument(
-        "--backends", type=spec_list, metavar='"NAME ..."', help="attention backends (default: all; models: auto)"
+        "--backends", type=spec_list, metavar='"NAME ..."', help="attention backends (default: all; with --model auto)"
     )
-    about = "lengths in tokens (default: 512,1024,2048; models: 2048)"
+    about = "lengths in tokens (default: 512,1024,2048; with --model 2048)"
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
     parser.add_argument("--batch", type=positive_int, metavar="N", help="texts per call (default: 1)")
     parser.add_argument("--vocabulary", type=width, metavar="N", help="vocabulary size of models (default: 4096)")
     parser.add_argument("--heads", type=heads, metavar="N", help="attention heads (default: 8)")
     parser.add_argument("--head-width", dest="width", type=width, metavar="N", help="width of a head (default: 64)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: fp32")
-    parser.add_argument("--passes", choices=("forward", "training", "both"), help="default: both; models: forward")
-    about = "timings of each combination (default: the median of 5; models: the mean of 10)"
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype (default: fp32)")
+    parser.add_argument("--passes", choices=("forward", "training", "both"), help="default: both; with --model forward")
+    about = "timings of each combination (default: 5, with their median; with --model 10, with their mean)"
     parser.add_argument("--repeats", type=positive_int, metavar="N", help=about)
     add_device(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {', '.join(_FILES)}")

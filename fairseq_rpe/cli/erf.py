@@ -20,10 +20,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "each layer and head, over the last rows of long blocks of real text."
     )
     add_checkpoints_options(parser)
-    about = "tokens per block (default: 4 training lengths, or as many as fit)"
+    about = "tokens per block (default: 4 × the training length, or as many as fit)"
     parser.add_argument("--length", type=positive_int, metavar="N", help=about)
     parser.add_argument("--blocks", type=positive_int, default=64, metavar="N", help="blocks measured (default: 64)")
-    about = "queries measured in each block, the last ones (default: a quarter)"
+    about = "measure the last N queries of each block (default: the last quarter)"
     parser.add_argument("--rows", type=positive_int, metavar="N", help=about)
     parser.add_argument(
         "--epsilon",
@@ -31,11 +31,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float_list,
         default="0.5,0.1,0.01",
         metavar="X,X,...",
-        help="attention outside the field, ε (default: %(default)s)",
+        help="fraction ε of the attention outside the field (default: %(default)s)",
     )
     about = "draw and write the paper's quantised curve instead: n / length at 50 values of ε"
     parser.add_argument("--quantised", action="store_true", help=about)
-    about = "measure instead how far outputs move when a query sees only its nearest j keys, next to the bound"
+    about = "measure instead how much outputs change if a query attends only to its nearest j keys, and show the bound"
     parser.add_argument("--delta", action="store_true", help=about)
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks per batch (default: 2048 tokens)")
     out = Path("runs/erf")

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``eval``."""
     parser.description = (
-        "Print the perplexity at each length and its ratio to the perplexity at the training length; lengths whose "
+        "Print the perplexity at each length and its ratio to the perplexity at the training length. Lengths whose "
         "results are in --out are not measured again."
     )
     add_checkpoint_options(parser)
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
-    about = "tokens per block (default: 1, 2, 4, 8 and 16 training lengths, as far as split and positions allow)"
+    about = "tokens per block (default: 1, 2, 4, 8 and 16 × the training length, as far as possible)"
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
     add_json(parser)
-    about = "blocks across documents or within each document (default: as in the checkpoint's training)"
+    about = "stream: a block may contain several documents; document: only one (default: as in training)"
     parser.add_argument("--blocks", choices=("stream", "document"), help=about)
-    about = "in blocks of a stream, tokens attend only to their own document (default: as in training)"
+    about = "within blocks of a stream, attend only to tokens of the same document (default: as in training)"
     parser.add_argument("--separate-documents", action=argparse.BooleanOptionalAction, help=about)
     parser.add_argument("--split", default="test", help="split to score (default: test)")
     parser.add_argument(
@@ -35,23 +35,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (default: the checkpoint's)"
     )
-    parser.add_argument("--attention-backend", metavar="NAME", help="default: the checkpoint's")
+    parser.add_argument("--attention-backend", metavar="NAME", help="attention backend (default: the checkpoint's)")
     add_no_cache(parser)
     parser.add_argument(
         "--attention-prune",
         type=float,
         metavar="EPS",
-        help="skip far keys that provably hold less than EPS of a query's attention (default: exact)",
+        help="skip far keys that provably hold less than EPS of a query's attention (default: skip none)",
     )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks per batch (default: no limit)")
-    about = "random position samples per block, over which losses are averaged (default: 1)"
+    about = "average the losses over K random samples of the positions of each block (default: 1)"
     parser.add_argument("--position-samples", type=positive_int, metavar="K", help=about)
     parser.add_argument(
         "--engine",
         choices=("fast", "fairseq"),
         default="fast",
-        help="fast: loads the model once and never stores all logits; fairseq: runs fairseq-eval-lm, for any model; "
-        "both give the same numbers (default: %(default)s)",
+        help="fast: load the model once and never store all logits; fairseq: run fairseq-eval-lm, which supports any "
+        "model; both give the same results up to rounding (default: %(default)s)",
     )
 
 

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_options(parser)
     add_json(parser)
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of fairseq-rpe prepare-questions")
-    about = "context lengths: most tokens of prompt, document, cue and answer together"
+    about = "context lengths: largest number of tokens of prompt, document, cue and answer together"
     parser.add_argument("--lengths", type=int_list, required=True, metavar="N,N,...", help=about)
     parser.add_argument("--sets", type=spec_list, metavar="NAME,...", help="sets to answer (default: all in DATA)")
     parser.add_argument("--split", default="valid", help="split to answer (default: valid)")
@@ -38,10 +38,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beam", type=positive_int, default=1, metavar="K", help="beam width (default: 1, greedy)")
     about = "exponent X of the beam score, log-probability / (answer tokens ** X), 0 to 10 (default: 1)"
     parser.add_argument("--length-penalty", type=nonnegative_float, metavar="X", help=about)
-    about = "where a document that is too long is truncated (default: end)"
+    about = "place at which a document that is too long is truncated (default: end)"
     parser.add_argument("--truncate", choices=("end", "start", "middle"), default="end", help=about)
-    parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help="default: the checkpoint's")
-    about = "folder for the answers: SET-LENGTH-DIGEST.json with id: text"
+    parser.add_argument(
+        "--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (default: the checkpoint's)"
+    )
+    about = "folder for the generated answers: files SET-LENGTH-DIGEST.json that map id to text"
     parser.add_argument("--predictions", type=Path, metavar="DIR", help=about)
 
 

@@ -17,13 +17,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_checkpoint_options(parser)
     add_json(parser)
-    parser.add_argument("--split", default="test", choices=("train", "valid", "test"), help="default: test")
+    parser.add_argument("--split", default="test", choices=("train", "valid", "test"), help="split (default: test)")
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="numbers of items (default: all)")
-    about = "depths of the answer, 0 first, 1 last; for passkey and retrieval (default: the task's)"
+    about = "depths of the answer, from 0 (first) to 1 (last), for passkey and retrieval (default: the task's)"
     parser.add_argument("--depths", type=float_list, metavar="X,X,...", help=about)
-    about = "unit of the interpolation ratio M/L (default: items)"
+    about = "unit of M and L in the ratio M/L of interpolated positions (default: items)"
     parser.add_argument("--ratio-unit", choices=("items", "tokens"), default="items", help=about)
-    parser.add_argument("--batch-size", type=positive_int, default=256, metavar="N", help="default: 256")
+    parser.add_argument(
+        "--batch-size", type=positive_int, default=256, metavar="N", help="examples per batch (default: 256)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,26 +13,27 @@ _LONGEST = 16_384
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``figures``."""
     parser.description = (
-        "Draw each figure as PNG and PDF. Specs: heat maps of exp(bias), bias over distance, theoretical receptive "
-        "field. Sweep: the same with the learned parameters, perplexity, learned biases of single queries, biases "
-        "over training and, with --data, the empirical receptive field. Checkpoint: its bias at single queries by key "
-        "position, one line per head."
+        "Draw figures as PNG and PDF. For specs, the figures show heat maps of exp(bias), the bias by distance and the "
+        "theoretical receptive field. For a sweep, the figures show the same with the learned parameters, and "
+        "perplexity, learned biases of single queries, biases during training and, with --data, the empirical "
+        "receptive field. For a checkpoint, the figures show its bias at single queries by key position, one line per "
+        "head."
     )
     parser.add_argument("specs", nargs="*", metavar="SPEC", help="encodings (default: all that have a bias)")
     parser.add_argument("--sweep", type=Path, metavar="DIR", help="instead of specs: the --out folder of a sweep")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="instead of specs: one checkpoint")
-    about = "query positions from 0, with --checkpoint (default: half, all and twice its training length)"
+    about = "with --checkpoint: query positions, counted from 0 (default: 0.5, 1 and 2 × the training length)"
     parser.add_argument("--query", type=nonnegative_int_list, metavar="N,N,...", help=about)
-    about = "layers from 0, with --checkpoint (default: all, or four of many)"
+    about = "with --checkpoint: layers, counted from 0 (default: all, or four if there are many)"
     parser.add_argument("--layers", type=nonnegative_int_list, metavar="N,N,...", help=about)
     parser.add_argument("--data", type=Path, metavar="DATA", help="binarised text, for the empirical receptive field")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write (default: runs/figures, or figures in the sweep)"
     )
     parser.add_argument("--length", type=positive_int, metavar="N", help="tokens or distances shown (default: 512)")
-    parser.add_argument("--heads", type=heads, metavar="H", help="number of heads, with specs (default: 8)")
+    parser.add_argument("--heads", type=heads, metavar="H", help="with specs: number of heads (default: 8)")
     parser.add_argument(
-        "--head", type=positive_int, metavar="K", help="head of figures that show one (default: a middle one)"
+        "--head", type=positive_int, metavar="K", help="head of figures that show one head (default: the middle head)"
     )
     parser.add_argument(
         "--seed", type=seed, metavar="S", help="seed of the initial values, or of the sweep's run (default: 1)"

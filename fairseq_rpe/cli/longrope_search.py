@@ -10,9 +10,10 @@ from fairseq_rpe.utils.records import from_attributes
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``longrope-search``."""
     parser.description = (
-        "Evolutionary search of factors from 1 to 1 + N / training length. Results in --out are not measured again."
+        "Search LongRoPE factors from 1 to 1 + N / training length with an evolutionary algorithm. Results in --out "
+        "are not measured again."
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="trained with --rpe rope")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint trained with --rpe rope")
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
     parser.add_argument("--tokens", type=positive_int, required=True, metavar="N", help="length to extend to")
     parser.add_argument("--split", default="valid", help="split that ranks the candidates (default: %(default)s)")
@@ -21,9 +22,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--population", type=positive_int, default=64, metavar="K", help="candidates per round (default: 64)"
     )
     parser.add_argument("--iterations", type=positive_int, default=40, metavar="K", help="rounds (default: 40)")
-    parser.add_argument("--seed", type=seed, default=1, help="default: 1")
+    parser.add_argument("--seed", type=seed, default=1, help="seed of the search (default: 1)")
     parser.add_argument(
-        "--attention", choices=("sqrt", "yarn", "none"), default="sqrt", help="option of longrope (default: sqrt)"
+        "--attention",
+        choices=("sqrt", "yarn", "none"),
+        default="sqrt",
+        help="option attention of longrope (default: sqrt)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON-lines file of the measurements")
     add_device(parser)

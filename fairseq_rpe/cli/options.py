@@ -8,14 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.checkpoints.model_sizes import MODEL_SIZES
 from fairseq_rpe.core.errors import UserError, shorten_path
 from fairseq_rpe.evaluation import log_to
 from fairseq_rpe.figures import WIDTHS
 from fairseq_rpe.utils.files import CACHE_VARIABLE
 
 MAX_INT = 10**9  # limit of whole numbers that have no other limit
-SHORT_WARMUP = "at most a fifth of the updates"  # runs.defaults.WARMUP_SHARE in words
 
 
 def _whole(text: str, least: int, most: int = MAX_INT) -> int:
@@ -93,19 +91,6 @@ def spec_list(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def default_by_arch(name: str) -> str:
-    """Return the help text for the default of a setting that depends on the architecture and on the kind of data."""
-    from fairseq_rpe.runs.defaults import defaults_for
-
-    def describe(algorithm: bool) -> str:
-        tiny, other = (getattr(defaults_for(arch, algorithm), name) for arch in ("tiny", "base"))
-        return f"{tiny} for tiny, else {other}" if tiny != other else str(tiny)
-
-    text, task = describe(algorithm=False), describe(algorithm=True)
-    # a generated task determines its own lengths
-    return f"default: {text}" + (f"; tasks: {task}" if task != text and name != "tokens" else "")
-
-
 def address(text: str) -> str:
     """Return HOST:PORT after checking the port."""
     host, _, port = text.rpartition(":")
@@ -153,13 +138,13 @@ def add_latex(parser: argparse.ArgumentParser) -> None:
 
 def add_no_cache(parser: argparse.ArgumentParser) -> None:
     """Add ``--no-cache``."""
-    about = "with the backend auto on a GPU: measure again and store nothing on disk"
+    about = "if the backend is auto on a GPU: measure the backends again and store nothing on disk"
     parser.add_argument("--no-cache", action="store_true", help=about)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``."""
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
 
 
 def apply_common_options(args: argparse.Namespace) -> None:
@@ -178,65 +163,6 @@ def apply_common_options(args: argparse.Namespace) -> None:
         load_module(path)
 
 
-def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the optimiser and of the hardware, which any training has."""
-    parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches per update (default: 1)")
-    about = "processes or GPUs per machine (default: 1)"
-    parser.add_argument("--nproc", type=processes, default=1, metavar="N", help=about)
-    about = f"learning rate after the warm-up; linear ends at 0, cosine at --min-lr ({default_by_arch('schedule')})"
-    parser.add_argument("--schedule", choices=("inverse_sqrt", "linear", "cosine"), help=about)
-    about = "last learning rate of --schedule cosine (default: 0)"
-    parser.add_argument("--min-lr", type=nonnegative_float, metavar="LR", help=about)
-    parser.add_argument("--betas", type=betas, metavar="B1,B2", help="Adam's decay rates (default: 0.9,0.98)")
-    about = "decoupled weight decay as in AdamW (default: 0.01)"
-    parser.add_argument("--weight-decay", type=decay, metavar="X", help=about)
-    about = "largest norm of the gradient; 0: no limit (default: 1)"
-    parser.add_argument("--clip-norm", type=nonnegative_float, metavar="X", help=about)
-    parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
-    add_no_cache(parser)
-    add_device(parser)
-
-
-def add_training_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ``train`` and ``sweep`` have in common."""
-    parser.add_argument("--arch", help=f"{', '.join(MODEL_SIZES)} or a full name (default: tiny)")
-    about = f"training length in tokens ({default_by_arch('tokens')})"
-    parser.add_argument("--tokens", type=positive_int, metavar="N", help=about)
-    about = "stream: blocks run across documents (default); document: each block lies within one document"
-    parser.add_argument("--blocks", choices=("stream", "document"), help=about)
-    about = "in blocks of a stream, tokens attend only to their own document and count positions from its start"
-    parser.add_argument("--separate-documents", action=argparse.BooleanOptionalAction, help=about)
-    parser.add_argument("--updates", type=positive_int, metavar="N", help=default_by_arch("updates"))
-    about = f"sequences per process; a recipe's are of all processes together ({default_by_arch('batch_sentences')})"
-    parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
-    parser.add_argument("--nodes", type=processes, default=1, metavar="M", help="machines per run (default: 1)")
-    parser.add_argument("--lr", type=rate, help=f"peak learning rate ({default_by_arch('lr')})")
-    about = f"updates of warm-up ({default_by_arch('warmup')}; {SHORT_WARMUP})"
-    parser.add_argument("--warmup", type=positive_int, metavar="N", help=about)
-    add_optimizer_options(parser)
-    parser.add_argument("--dropout", type=fraction, help=default_by_arch("dropout"))
-    about = "dropout of attention weights (default: 0)"
-    parser.add_argument("--attention-dropout", type=fraction, metavar="X", help=about)
-    about = "dropout in feed-forward layers (default: 0)"
-    parser.add_argument("--activation-dropout", type=fraction, metavar="X", help=about)
-    about = "activation of feed-forward layers (default: gelu for small and large, else relu)"
-    parser.add_argument("--activation-fn", choices=("relu", "gelu", "gelu_accurate"), help=about)
-    about = "share one table between input and output embeddings (default: two tables)"
-    parser.add_argument("--share-embeddings", action=argparse.BooleanOptionalAction, help=about)
-    about = "position transform in training (default: identity)"
-    parser.add_argument("--positions-train", type=spec, metavar="SPEC", help=about)
-    about = "position transform in evaluation (default: the one that --positions-train implies)"
-    parser.add_argument("--positions-eval", type=spec, metavar="SPEC", help=about)
-    about = "one encoding per model or per layer (default: auto, as in the encoding's paper)"
-    parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help=about)
-    parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (default: fp32)")
-    about = "updates between plots of the encodings in TensorBoard"
-    parser.add_argument("--log-encodings-every", type=positive_int, metavar="N", help=about)
-    add_rpe_module(parser, load_now=False)
-    parser.epilog = "Further fairseq-train flags may follow after a lone --"
-    parser.set_defaults(extra=())
-
-
 def add_loading_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of loading a checkpoint; fairseq's messages are dropped unless ``--log`` is given."""
     parser.set_defaults(log=None)
@@ -248,7 +174,7 @@ def add_loading_options(parser: argparse.ArgumentParser) -> None:
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of evaluating one checkpoint, perhaps with another encoding, and of the results file."""
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint to evaluate")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON-lines file to which results are appended")
     about = "evaluate with this encoding instead of the checkpoint's"
     parser.add_argument("--rpe", type=spec, metavar="SPEC", help=about)
@@ -258,7 +184,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 def add_checkpoints_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of measuring several checkpoints on one text."""
-    parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT")
+    parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="checkpoints to measure")
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
-    parser.add_argument("--split", default="test", help="split to read (default: test)")
+    parser.add_argument("--split", default="test", help="split to measure (default: test)")
     add_loading_options(parser)

@@ -20,33 +20,37 @@ from fairseq_rpe.data.prepare_options import (
 )
 from fairseq_rpe.utils.output_checks import check_output_folder
 
-_IDEMPOTENT = "Does nothing if the corpus already exists and was made from the same text with the same options."
-OVERWRITE_HELP = "replace a folder that was made with other settings; checkpoints may need its vocabulary"
+_IDEMPOTENT = (
+    "If the corpus already exists and was made from the same text with the same options, the command does nothing."
+)
+OVERWRITE_HELP = "replace a folder that was made with other options; checkpoints may need its vocabulary"
 
 
 def add_stdlib_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``prepare-stdlib``."""
     parser.description = (
-        "Make a binarised code corpus from the Python standard library (or a folder of .py files): split by file, with "
-        f"a byte-exact sentencepiece BPE learned from it, each line an item. Needs no network. {_IDEMPOTENT}"
+        "Make a binarised code corpus from the Python standard library, or from a folder of .py files. Each file "
+        "belongs to one split, and each line is an item. The command learns a byte-exact sentencepiece BPE and needs "
+        f"no network. {_IDEMPOTENT}"
     )
     out = Path("data-bin/stdlib")
     parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="folder to write (default: %(default)s)")
     parser.add_argument("--source", type=Path, metavar="DIR", help="use the .py files of this folder instead")
     parser.add_argument(
-        "--vocab-size", type=integer, metavar="N", help="symbols, including bytes and specials (default: 4096)"
+        "--vocab-size", type=integer, metavar="N", help="symbols, special symbols included (default: 4096)"
     )
     _add_split_options(parser, "files")
-    parser.add_argument("--max-bytes", type=integer, metavar="N", help="use whole files up to this total size")
+    parser.add_argument("--max-bytes", type=integer, metavar="N", help="use whole files with at most N bytes in total")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``prepare``."""
     parser.description = (
-        "Make a binarised corpus from any text: folders of text files, .txt, .jsonl, .parquet (also .gz, .xz, .zst or "
-        "in a .zip), .json with an object per line, or a data set of the Hugging Face hub as hub:OWNER/NAME[/FOLDER]. "
-        "Documents (text files, rows) keep their boundaries and are split by a hash of their text, unless --valid and "
-        f"--test are given. Memory use does not depend on the size of the text. {_IDEMPOTENT}"
+        "Make a binarised corpus from any text. A source is a folder of text files, a .txt, .jsonl or .parquet file "
+        "(also compressed as .gz, .bz2, .xz or .zst, or in a .zip), a .json file with an object per line, or a data "
+        "set of the Hugging Face hub, hub:OWNER/NAME[/FOLDER]. A document is a text file or a row. Documents keep "
+        "their boundaries. A hash of its text assigns each document to a split, unless --valid and --test name the "
+        f"files of these splits. Memory use does not depend on the size of the text. {_IDEMPOTENT}"
     )
     parser.add_argument("source", nargs="*", metavar="SOURCE", help="folders, files or hub:OWNER/NAME")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write, e.g. data-bin/NAME")
@@ -57,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = "take only matching files of folders, e.g. '*.py' (may be repeated)"
     parser.add_argument("--include", action="append", metavar="GLOB", help=about)
     parser.add_argument(
-        "--rows-are-lines", action="store_true", help="rows are lines of one document instead of documents"
+        "--rows-are-lines", action="store_true", help="treat rows as lines of one document, not as documents"
     )
     _add_corpus_options(parser, "bpe")
 
@@ -65,16 +69,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_corpus_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``prepare-corpus``."""
     parser.description = (
-        "Make a binarised corpus from a published data set: downloaded, or from local files with --from. wikitext103 "
-        "is the raw text, wikitext103-words the published word-level version with <unk>. books is PG-19, the lawful "
-        "stand-in for BookCorpus. c4 is the English part of C4; --documents N downloads no more of it than is needed. "
-        "Reports the published counts and warns where the text has different ones."
+        "Make a binarised corpus from a published data set. The command downloads the data set, or uses local files "
+        "with --from. wikitext103 is the raw text, wikitext103-words the published word-level version with <unk>. "
+        "books is PG-19 in place of BookCorpus, which may not be redistributed. c4 is the English part of C4; with "
+        "--documents N, the command downloads only the files that it needs. The command prints the published counts "
+        "and warns if the text has different counts."
     )
     parser.add_argument("name", choices=tuple(CORPORA), metavar="NAME", help=", ".join(CORPORA))
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data-bin/NAME)")
     about = (
-        "local folders or files instead of a download; train, valid or test in the name of a file or its folder is "
-        "its split"
+        "local folders or files instead of a download; the name of a file or of its folder contains the split: train, "
+        "valid or test"
     )
     parser.add_argument("--from", dest="local", type=Path, nargs="+", default=[], metavar="PATH", help=about)
     parser.add_argument("--archive", action="store_true", help="download the zip archive instead of the hub's files")
@@ -83,35 +88,41 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_split_options(parser: argparse.ArgumentParser, items: str) -> None:
     # no defaults, so that options without effect can be refused
-    parser.add_argument("--seed", type=integer, metavar="N", help=f"seed of the split of {items} (default: 1)")
+    parser.add_argument("--seed", type=integer, metavar="N", help=f"seed that assigns {items} to splits (default: 1)")
     for split in ("valid", "test"):
         about = f"fraction of the {items} in the {split} split (default: 0.05)"
         parser.add_argument(f"--{split}-fraction", type=float, metavar="X", help=about)
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
-    parser.add_argument("--workers", type=integer, metavar="N", help="processes; do not change the result (default: 2)")
+    parser.add_argument(
+        "--workers", type=integer, metavar="N", help="processes, without effect on the result (default: 2)"
+    )
 
 
 def _add_corpus_options(parser: argparse.ArgumentParser, default_tokenizer: str) -> None:
-    about = "train on the first N documents in the order of the files; the rest is neither read nor downloaded"
+    about = "train on the first N documents in the order of the files, and neither read nor download the rest"
     parser.add_argument("--documents", type=integer, metavar="N", help=about)
     parser.add_argument("--text-field", metavar="NAME", help="field of a row with its text (default: text)")
     about = "skip text files that are not UTF-8 instead of stopping"
     parser.add_argument("--skip-invalid", action="store_true", default=None, help=about)
-    about = "key of a document's split: its text (default), its file's path in the source, or part, which divides it"
+    about = (
+        "how a document gets its split; text (default): by a hash of its text; path: by a hash of its file's path in "
+        "the source; part: its beginning is train, its middle valid and its end test"
+    )
     parser.add_argument("--split-by", choices=SPLIT_BY, help=about)
-    about = "mark document boundaries (default); without, lines follow lines as in fairseq-preprocess"
+    about = "mark the end of each document (default), or store only lines, as fairseq-preprocess does"
     parser.add_argument("--boundaries", action=argparse.BooleanOptionalAction, help=about)
     about = (
-        f"byte-exact sentencepiece BPE learned here, GPT-2's BPE, or white-space words (default: {default_tokenizer})"
+        "bpe: byte-exact sentencepiece BPE, learned from the text; gpt2: GPT-2's BPE; words: words separated by white "
+        f"space (default: {default_tokenizer})"
     )
     parser.add_argument("--tokenizer", choices=TOKENIZERS, help=about)
-    about = "symbols of the dictionary, specials included (default: 16384 for bpe, every word for words)"
+    about = "symbols of the dictionary, special symbols included (default: 16384 for bpe, every word for words)"
     parser.add_argument("--vocab-size", type=integer, metavar="N", help=about)
-    about = "learn bpe from at most this many bytes of text (default: 20000000)"
+    about = "learn bpe from at most N bytes of text (default: 20000000)"
     parser.add_argument("--sample-bytes", type=integer, metavar="N", help=about)
-    about = "folder with vocab.json and merges.txt of GPT-2 (default: download them)"
+    about = "folder with GPT-2's vocab.json and merges.txt (default: download both)"
     parser.add_argument("--gpt2", type=Path, metavar="DIR", help=about)
-    parser.add_argument("--vocab-from", type=Path, metavar="DIR", help="take the vocabulary of this prepared corpus")
+    parser.add_argument("--vocab-from", type=Path, metavar="DIR", help="use the vocabulary of this prepared corpus")
     _add_split_options(parser, "documents")
 
 

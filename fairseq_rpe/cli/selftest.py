@@ -13,9 +13,10 @@ _FILE = "selftest.json"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``selftest``."""
     parser.description = (
-        "Compute attention with every encoding, backend and dtype: forward, backward, left padding, one query with "
-        "cached keys, unevenly spaced positions. Print errors against the float64 reference as multiples of the "
-        "tolerance (1 is the limit), and times. Combinations that a backend does not support are not failures."
+        "Compute attention with every encoding, backend and dtype, and compare it with the float64 reference. The "
+        "cases are forward, backward, left padding, one query with cached keys, and unevenly spaced positions. Print "
+        "times, and errors as multiples of the tolerance (1 is the limit). Combinations that a backend does not support"
+        " are not failures."
     )
     parser.add_argument(
         "--encodings", type=spec_list, default=(), metavar='"SPEC ..."', help="encodings to check (default: all)"

@@ -23,8 +23,8 @@ _PNG, _PDF = "sliding.png", "sliding.pdf"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``sliding``."""
     parser.description = (
-        "Score every token at each window size, without overlap and with a sliding window, and compare perplexity and "
-        "time. Results in --out are not measured again."
+        "Score every token at each window size, once without overlap and once with a sliding window, and compare "
+        "perplexity and time. Results in --out are not measured again."
     )
     add_checkpoints_options(parser)
     parser.add_argument(
@@ -40,15 +40,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--first-tokens", type=positive_int, metavar="N", help="score only the first N tokens (default: all)"
     )
-    about = "windows across documents or within each document (default: as in the checkpoints' training)"
+    about = "stream: a window may contain several documents; document: only one (default: as in training)"
     parser.add_argument("--blocks", choices=("stream", "document"), help=about)
-    parser.add_argument("--cached", action="store_true", help="also slide with a KV cache, where that is exact")
+    parser.add_argument("--cached", action="store_true", help="also slide with a KV cache, if this is exact")
     parser.add_argument(
         "--workers",
         type=workers,
         default=0,
         metavar="N",
-        help="processes that make the windows; do not change the result (default: 0)",
+        help="processes that make the windows, without effect on the result (default: 0)",
     )
     parser.add_argument(
         "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (default: 2048, at least one window)"

@@ -6,24 +6,28 @@ import re
 import sys
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_training_options, int_list, positive_int, processes, seed_list, spec_list
+from fairseq_rpe.cli.options import add_no_cache, int_list, positive_int, processes, seed_list, spec_list
+from fairseq_rpe.cli.training_options import SWEEP_SETTINGS, add_settings, stated_settings
 from fairseq_rpe.core.errors import UserError, require_fairseq
 from fairseq_rpe.data.folder import check_not_data
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.runs.run_folder import check_no_run
-from fairseq_rpe.runs.settings import TrainingRequest
-from fairseq_rpe.sweeps import fine_tuning_grid, grid, recipes, run_sweep, slurm
+from fairseq_rpe.runs.training_config import TrainingConfig
+from fairseq_rpe.sweeps import recipes, run_sweep, slurm
+from fairseq_rpe.sweeps.inputs import load_inputs
 from fairseq_rpe.sweeps.resolve import Sweep, build_sweep
 from fairseq_rpe.sweeps.sweep_record import SweepFolder
 from fairseq_rpe.utils.files import exclusive_lock
 from fairseq_rpe.utils.json_files import read_json_lines
 from fairseq_rpe.utils.output_checks import check_output_folder
-from fairseq_rpe.utils.records import from_attributes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``sweep``."""
-    parser.description = "Rerunning the same command resumes an interrupted sweep and repeats nothing."
+    parser.description = (
+        "Train several encodings and evaluate each of them at several lengths. To resume an interrupted sweep, repeat "
+        "the command; finished work is not repeated."
+    )
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
     parser.add_argument(
         "--algorithms", type=spec_list, metavar='"SPEC ..."', help='instead of DATA: generated tasks, e.g. "copy sort"'
@@ -32,10 +36,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--encodings", type=spec_list, metavar='"SPEC SPEC ..."', help="encodings, separated by blanks or commas"
     )
     parser.add_argument(
-        "--recipe", metavar="NAME", help=f"instead of --encodings: {', '.join(recipes.names())} or FILE"
+        "--recipe", metavar="NAME", help=f"instead of --encodings: {', '.join(recipes.names())} or a recipe file"
     )
     parser.add_argument("--preset", metavar="NAME", help="size preset of the recipe (default: laptop)")
-    parser.add_argument("--methods", type=spec_list, metavar='"NAME ..."', help="some of the recipe's methods, or all")
+    parser.add_argument("--methods", type=spec_list, metavar='"NAME ..."', help="methods of the recipe, or all")
     parser.add_argument(
         "--lengths",
         type=int_list,
@@ -43,17 +47,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="lengths in tokens (the training length is always added) or numbers of items",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/RECIPE-PRESET)")
-    about = "also evaluate on this text or question data set, which has DATA's vocabulary (may be repeated)"
+    about = (
+        "also evaluate on this text, which has DATA's vocabulary; in a recipe with questions: fine-tune and evaluate "
+        "on this question data set instead of the preset's (may be repeated)"
+    )
     parser.add_argument("--eval-data", type=_named_folder, action="append", default=[], metavar="NAME=DIR", help=about)
-    parser.add_argument("--split", help="split to score (default: test; valid of questions)")
+    parser.add_argument("--split", help="split to score (default: test; for questions valid)")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="tokens per evaluation batch")
     parser.add_argument("--seeds", type=seed_list, metavar="N,N,...", help="seeds of the runs (default: 1)")
-    parser.add_argument("--jobs", type=processes, metavar="J", help="runs in parallel (default: GPUs, or cores)")
+    parser.add_argument("--jobs", type=processes, metavar="J", help="runs in parallel (default: all GPUs, or cores)")
     parser.add_argument(
         "--launcher",
         choices=("local", "slurm", "dry-run"),
         default="local",
-        help="local: this machine (default); slurm: a SLURM cluster; dry-run: only print the commands",
+        help="local (default): this machine; slurm: a SLURM cluster; dry-run: print the commands and run none",
     )
     parser.add_argument(
         "--slurm",
@@ -64,7 +71,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="setting of submitit for --launcher slurm (may be repeated): partition, account, timeout_min, "
         "cpus_per_task, mem_gb, constraint, additional_parameters.X …",
     )
-    add_training_options(parser)
+    add_settings(parser, SWEEP_SETTINGS)
+    add_no_cache(parser)
+    parser.epilog = "Flags of fairseq-train may follow after a separate --"
+    parser.set_defaults(extra=(), load_now=False)
 
 
 def _slurm_setting(text: str) -> tuple[str, str]:
@@ -83,19 +93,19 @@ def _named_folder(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-def _slurm_settings(args: argparse.Namespace) -> list[tuple[str, str]] | None:
+def _slurm_settings(args: argparse.Namespace, nodes: int) -> list[tuple[str, str]] | None:
     """Return the SLURM settings, also of a dry run; None for runs on this machine."""
-    if args.launcher == "local" and args.nodes > 1:
+    if args.launcher == "local" and nodes > 1:
         raise UserError("--nodes: a sweep on several machines needs --launcher slurm; a single run: train --nodes")
     if args.launcher == "local" and args.slurm:
         raise UserError("--slurm needs --launcher slurm (or dry-run): give it, or drop --slurm")
-    return args.slurm if args.launcher == "slurm" or args.slurm or args.nodes > 1 else None
+    return args.slurm if args.launcher == "slurm" or args.slurm or nodes > 1 else None
 
 
 def resolve_sweep(args: argparse.Namespace) -> Sweep:
     """Return the sweep of a parsed command line."""
     names = [name for name in inspect.signature(build_sweep).parameters if name != "base"]
-    base = from_attributes(TrainingRequest, args, rpe="", out=args.out, data=None, seed=1)
+    base = TrainingConfig(**{**stated_settings(args), "rpe": "", "out": args.out, "data": None})
     sweep = build_sweep(base, **{name: getattr(args, name) for name in names})
     if any(method.continues or method.rpe_eval for method in sweep.trained):
         from fairseq_rpe.sweeps.preflight import with_checkpoint_rotations
@@ -107,18 +117,17 @@ def resolve_sweep(args: argparse.Namespace) -> Sweep:
 def run(args: argparse.Namespace) -> int:
     """Run ``sweep``."""
     sweep = resolve_sweep(args)
-    on_slurm = _slurm_settings(args)
+    on_slurm = _slurm_settings(args, sweep.base_config.nodes)
     check_not_data("--out", sweep.out)
     check_no_run("--out", sweep.out)
-    digest = run_sweep.check_data(sweep, dry=args.launcher == "dry-run")
+    inputs = load_inputs(sweep, dry=args.launcher == "dry-run")
     without_bias: set[str] = set()
-    if sweep.base_request.log_encodings_every:
+    if sweep.base_config.log_encodings_every:
         from fairseq_rpe.sweeps import preflight
 
         without_bias = preflight.encodings_without_bias(sweep)
-    build_runs = fine_tuning_grid.build_fine_tuning_runs if sweep.questions else grid.build_runs
-    runs = build_runs(sweep, digest, without_bias)
-    run_sweep.check_lengths(sweep, runs)
+    runs = sweep.kind.build_runs(sweep, inputs, without_bias)
+    sweep.kind.check_lengths(sweep, runs)
     if args.launcher == "dry-run":
         from fairseq_rpe.sweeps import preflight
 
@@ -132,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     with exclusive_lock(
         folder.lock, f"another sweep is running in {sweep.out}: wait for it, stop it or choose another --out"
     ):
-        record = run_sweep.merged_record(sweep, runs)
+        record = run_sweep.merged_record(sweep, inputs, runs)
         remaining = {run: stages for run in runs if (stages := run.remaining_stages())}
         for line in run_sweep.skipped_evaluations(runs):
             print(line, file=sys.stderr)
@@ -140,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
             from fairseq_rpe.sweeps import preflight
 
             require_fairseq()
-            preflight.preflight(sweep, runs, trains_here=on_slurm is None or sweep.base_request.device == "cpu")
+            preflight.preflight(sweep, runs, trains_here=on_slurm is None or sweep.base_config.device == "cpu")
         folder.write_record(run_sweep.with_commands(record, remaining))
         failures = run_sweep.run_sweep(sweep, remaining, runs, on_slurm)
         if any(read_json_lines(run.folder.results) for run in runs):

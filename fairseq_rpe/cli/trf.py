@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--quantised",
         type=positive_int,
         metavar="M",
-        help="draw the curve of the paper's appendix instead: 50 values of ε, the sum truncated at M distances",
+        help="draw instead the curve of the paper's appendix, at 50 values of ε, with sums truncated at M distances",
     )
 
 

@@ -17,9 +17,9 @@ from fairseq_rpe.utils.table import csv_text, join_latex
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verdict``."""
     parser.description = (
-        "Decide for each head whether Σ exp(bias(n)) over distances n = 0, 1, … converges, by which test, with its "
-        "limit B and TRF(ε), the number of nearest keys that hold more than a fraction 1 - ε of B. Every verdict is "
-        "proved; otherwise it is 'undecided'."
+        "Decide for each head whether Σ exp(bias(n)) over distances n = 0, 1, … converges. The command prints the "
+        "verdict, the test that decides, the limit B and TRF(ε), the number of nearest keys that hold more than a "
+        "fraction 1 - ε of B. Every verdict is proved; without a proof the verdict is 'undecided'."
     )
     add_source_options(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Writes the report of a sweep for perplexities from elsewhere, of models that no sweep has trained."""
+"""Writes the report that a sweep would get, for perplexities of models that no sweep has trained."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -8,18 +8,17 @@ from fairseq_rpe.core.arguments import check_choice, check_count, check_number, 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.evaluation.records import TextResult
-from fairseq_rpe.figures import WIDTHS, style
+from fairseq_rpe.figures import WIDTHS
 from fairseq_rpe.reports import extrapolation_definition, page
 from fairseq_rpe.reports.chapters import perplexities
 from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, PredictedVerdict
-from fairseq_rpe.reports.page import Section
+from fairseq_rpe.reports.page import ReportContent, Section
 from fairseq_rpe.reports.report_files import ReportFiles
 from fairseq_rpe.reports.sweep_results import Perplexities, SweepResult
+from fairseq_rpe.reports.write import write_figures, write_tables
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord, SweepSettings
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.files import atomic_write
 from fairseq_rpe.utils.output_checks import check_output_folder
-from fairseq_rpe.utils.table import join_latex
 
 
 def write_report(
@@ -33,18 +32,19 @@ def write_report(
     width: str | None = None,
     latex: bool = False,
 ) -> Section:
-    """Write table, figure and page on several models that were evaluated on one text.
+    """Write the tables, figures and HTML page for several models that were evaluated on one text.
 
-    The files are those of a sweep: results.csv, results.md, ppl.png and .pdf, extrapolation.csv, report.html.
+    The files are those of a sweep: results.csv, results.md, ppl.png, ppl.pdf, extrapolation.csv, report.html.
 
     Args:
         rows: results of each model by its name, in the order of the report.
         folder: output folder; created if it does not exist.
         train_length: training length of the models in tokens, for ratios and Definition 0.1.
-        encodings: trained encodings of models, for the verdict on Σ exp(bias).
+        encodings: trained encodings of all layers, by name of the model, for the verdict on Σ exp(bias); models may be
+            left out.
         delta: δ of Definition 0.1, relative.
         title: title of the page.
-        width: ``column`` or ``page`` of a paper, for ppl.png and .pdf; None: as the panels need it.
+        width: ``column`` or ``page`` of a paper, for ppl.png and ppl.pdf; None: the width that the panels need.
         latex: whether to write the tables as LaTeX, results.tex, too.
 
     Returns:
@@ -61,8 +61,7 @@ def write_report(
     check_number("delta", delta, above=0)
     check_text("title", title, "Two models")
     check_choice("width", width, tuple(WIDTHS), optional=True)
-    rows = _check_rows(rows)
-    encodings = encodings or {}
+    rows, encodings = _check_rows(rows), encodings or {}
     for name in encodings:
         if name not in rows:
             raise UserError(f"encodings has '{name}', for which rows has no results: add them, or drop it")
@@ -73,26 +72,29 @@ def write_report(
     theory = extrapolation_definition.definition_blocks(verdicts, train_length, delta)
     build_content = partial(perplexities.build_content, record, [], results, theory)
     content = build_content()
-    measurements = page.measurements_part(len(results.results), content.build_measurements, files.results.name)
-    section = Section(
+    section = _assemble_section(folder, record, content, len(results.results), files)
+    with files.write_table_last(content.markdown):
+        write_figures(files, content, build_content, width)
+        write_tables(
+            files, content, results, {"extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta)}, latex
+        )
+        page.write_page([section], files.page)
+    return section
+
+
+def _assemble_section(
+    folder: Path, record: SweepRecord, content: ReportContent, measurement_count: int, files: ReportFiles
+) -> Section:
+    """Return the section of the HTML page, with chapters on the results and all measurements."""
+    measurements = page.measurements_part(measurement_count, content.build_measurements, files.results.name)
+    return Section(
         name=folder.resolve().name,
-        title=title,
+        title=record.title or "",
         lead=content.lead,
-        facts=[("split", str(record.settings.split)), ("training length", f"{train_length:,} tokens")],
+        facts=[("split", str(record.settings.split)), ("training length", f"{record.settings.tokens:,} tokens")],
         parts=[chapter for chapter in (*content.parts, measurements) if chapter.blocks],
         text=f"{content.markdown}\nresults: {files.results}\nfigure:  {files.figures[0]}\npage:    {files.page}",
     )
-    with style.figures_at_width(width):
-        # a figure gets its width when it is drawn, so one for a paper is drawn again
-        style.save((build_content() if width else content).figure, *files.figures)
-    if latex:
-        atomic_write(files.latex, join_latex(page.collect_tables(content.parts)))
-    page.write_page([section], files.page)
-    [verdict_path] = files.extra_tables
-    atomic_write(verdict_path, extrapolation_definition.verdict_csv(verdicts, delta))
-    atomic_write(files.table, content.markdown)
-    atomic_write(files.results, results.csv())
-    return section
 
 
 def _predict_verdicts(record: SweepRecord, encodings: Mapping[str, Sequence[Encoding]]) -> dict[str, PredictedVerdict]:
@@ -127,7 +129,7 @@ def _check_result(name: str, result: TextResult) -> TextResult:
 
 
 def _sweep_results(rows: Mapping[str, Sequence[TextResult]], train_length: int) -> list[SweepResult[TextResult]]:
-    """Return the results in the order of models and lengths, with ratios to those at ``train_length``."""
+    """Return the results by model and length, each with its ratio to the perplexity at ``train_length``."""
     texts = {(result.data, result.split, result.tokens) for results in rows.values() for result in results}
     if len(texts) != 1:
         reason = "results are of different texts or splits" if texts else "there are no results"

@@ -1,4 +1,4 @@
-"""Definition 0.1 in a sweep: the extrapolation that theory predicts for each method, and the observed one."""
+"""Definition 0.1 in a sweep: whether theory predicts that a method extrapolates, and whether it does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, csv_text, text_cell
 
-NONE = "none"
-DELTA = 0.05
+NONE = "none"  # a verdict: no prediction
+DELTA = 0.05  # default of δ
 NO_CONTEXT_VERDICT = "No verdict, because the model does not use its context yet"
 _PAPER = "Exploring Transformer Extrapolation (arXiv 2307.10156)"
 _URL = "https://arxiv.org/abs/2307.10156"
@@ -35,10 +35,11 @@ class PredictedVerdict:
     """Verdict on Σ exp(bias) with a method's trained parameters, over all heads of all layers and seeds.
 
     Attributes:
-        verdict: converges if every head does, diverges if one does, otherwise undecided; ``NONE`` without a prediction.
-        converging: number of heads that converge.
+        verdict: ``DIVERGES`` if one head diverges, else ``UNDECIDED`` or ``DEPENDS`` if one head has that verdict, else
+            ``CONVERGES``; ``NONE`` without a prediction.
+        converging: number of heads whose series converges.
         heads: number of heads.
-        reason: why there is no prediction.
+        reason: why there is no prediction; empty if there is one.
     """
 
     verdict: str
@@ -63,7 +64,7 @@ class ObservedVerdict:
         prediction: predicted verdict.
         deviation: relative deviation of the perplexity, mean over seeds.
         seeds: deviation of each seed.
-        no_verdict_reason: why the model does not use its context yet, or empty.
+        no_verdict_reason: evidence that the model does not use its context yet; empty if it does.
     """
 
     name: str
@@ -73,22 +74,24 @@ class ObservedVerdict:
     no_verdict_reason: str = ""
 
     def answers(self, delta: float) -> list[str]:
-        """Return whether the method extrapolates: by the definition, and one-sided."""
+        """Return ``yes``, ``no`` or ``no verdict`` on whether the method extrapolates: by the definition, one-sided."""
         if self.no_verdict_reason:
             return ["no verdict"] * 2
-        return ["yes" if self.deviation.extrapolates(delta, side) else "no" for side in (False, True)]
+        return ["yes" if self.deviation.extrapolates(delta, one_sided) else "no" for one_sided in (False, True)]
 
 
 def predict_verdicts(folder: SweepFolder, record: SweepRecord) -> dict[str, PredictedVerdict]:
     """Predict the verdict of each method with a finished run from its trained parameters."""
     paths: dict[str, list[Path]] = {}
-    for _, method, _, run in planned_runs(folder, record):
-        if run.checkpoints.last.is_file():
-            paths.setdefault(method.name, []).append(run.checkpoints.last)
+    for run in planned_runs(folder, record):
+        checkpoint = run.folder.checkpoints.last
+        if checkpoint.is_file():
+            paths.setdefault(run.method.name, []).append(checkpoint)
     return {name: _predict_method(record, record.method(name), files) for name, files in paths.items()}
 
 
 def _predict_method(record: SweepRecord, method: Method, paths: Sequence[Path]) -> PredictedVerdict:
+    """Predict the verdict of a method from its checkpoints, or state why there is no prediction."""
     if not method.leaves_positions:
         end = max_length(method.positions_eval, record.settings.tokens or 0)
         ends = f", and end at {end}" if end and end < max(record.lengths, default=0) else ""
@@ -103,16 +106,20 @@ def _predict_method(record: SweepRecord, method: Method, paths: Sequence[Path]) 
 def predict_from_encodings(encodings: Sequence[Encoding]) -> PredictedVerdict:
     """Predict the verdict of trained encodings, those of all layers and seeds of a method."""
     decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
-    overall = next((v for v in (DIVERGES, UNDECIDED, DEPENDS) if v in decisions), CONVERGES)
+    # the worst verdict of all heads
+    overall = next((decision for decision in (DIVERGES, UNDECIDED, DEPENDS) if decision in decisions), CONVERGES)
     return PredictedVerdict(overall, decisions.count(CONVERGES), len(decisions))
 
 
 def observe_verdicts(perplexities: Perplexities, predictions: Mapping[str, PredictedVerdict]) -> list[ObservedVerdict]:
-    """Compare prediction and observation for the methods that were evaluated at the training length and beyond.
+    """Observe the verdict of each method that has a prediction and was evaluated at the training length and beyond.
 
     Args:
         perplexities: perplexities of the sweep.
         predictions: predicted verdict by method.
+
+    Returns:
+        Predicted and observed verdict of each such method.
     """
     verdicts = []
     for name in perplexities.encodings:
@@ -132,6 +139,7 @@ def unused_context_reasons(perplexities: Perplexities, name: str) -> list[str]:
 
 
 def _unused_context_reason(result: TextResult) -> str:
+    """Return evidence that the model of a result at its training length does not use its context; empty without."""
     if result.unigram_ppl is not None and result.ppl >= result.unigram_ppl:
         return f"its perplexity is {result.ppl:.1f}, and that of symbol frequencies {result.unigram_ppl:.1f}"
     buckets = result.positions_loss
@@ -148,9 +156,12 @@ def definition_blocks(verdicts: Sequence[ObservedVerdict], train_length: int, de
     """Build the tables of deviations and of predicted against observed verdicts.
 
     Args:
-        verdicts: verdicts by method; no blocks if empty.
+        verdicts: verdict of each method.
         train_length: training length in tokens.
         delta: δ of the definition.
+
+    Returns:
+        The blocks; empty without verdicts.
     """
     if not verdicts:
         return []
@@ -160,34 +171,32 @@ def definition_blocks(verdicts: Sequence[ObservedVerdict], train_length: int, de
         "extrapolates if Σ exp(bias) converges."
     )
     blocks: list[Block] = [Text(text, _PAPER, _URL), deviation_table(verdicts, delta)]
-    if unused := [
-        f"{observed.name} ({observed.no_verdict_reason})" for observed in verdicts if observed.no_verdict_reason
-    ]:
-        blocks.append(Text(f"{NO_CONTEXT_VERDICT}: {', '.join(unused)}."))
+    without_verdict = [observed for observed in verdicts if observed.no_verdict_reason]
+    if without_verdict:
+        methods = ", ".join(f"{observed.name} ({observed.no_verdict_reason})" for observed in without_verdict)
+        blocks.append(Text(f"{NO_CONTEXT_VERDICT}: {methods}."))
     verdicts = [observed for observed in verdicts if not observed.no_verdict_reason]
     if not verdicts:
         return blocks
-    both, one_sided = (agreement_table(verdicts, delta, side) for side in (False, True))
-    blocks += [both, Text(describe_agreement(verdicts, False))]
-    if one_sided.rows == both.rows:
-        return [*blocks, Text(f"The one-sided table is the same. {describe_agreement(verdicts, True)}")]
-    return [*blocks, one_sided, Text(describe_agreement(verdicts, True))]
+    by_definition, one_sided = (agreement_table(verdicts, delta, one_sided) for one_sided in (False, True))
+    blocks += [by_definition, Text(describe_agreement(verdicts, one_sided=False))]
+    agreement = describe_agreement(verdicts, one_sided=True)
+    if one_sided.rows == by_definition.rows:
+        return [*blocks, Text(f"The one-sided table is the same. {agreement}")]
+    return [*blocks, one_sided, Text(agreement)]
 
 
 def deviation_table(verdicts: Sequence[ObservedVerdict], delta: float) -> Table:
     """Return a table of each method's prediction, deviations and verdicts."""
     head = ["encoding", "Σ exp(bias) as trained", "largest", "worst rise", "at the end", "extrapolates", "one-sided"]
+    number_formats = {"largest": ".3f", "worst": ".3f", "end": "+.3f"}  # by attribute of Deviation
     rows = []
     for observed in verdicts:
-        numbers = [
-            cell_with_range(
-                getattr(observed.deviation, attribute), form, [getattr(seed, attribute) for seed in observed.seeds]
-            )
-            for attribute, form in (("largest", ".3f"), ("worst", ".3f"), ("end", "+.3f"))
-        ]
-        rows.append(
-            TableRow(observed.name, [text_cell(observed.prediction), *numbers, *map(Cell, observed.answers(delta))])
-        )
+        cells = [text_cell(observed.prediction)]
+        for attribute, number_format in number_formats.items():
+            seeds = [getattr(seed, attribute) for seed in observed.seeds]
+            cells.append(cell_with_range(getattr(observed.deviation, attribute), number_format, seeds))
+        rows.append(TableRow(observed.name, [*cells, *map(Cell, observed.answers(delta))]))
     caption = "Relative deviation from the perplexity at the training length, and verdict on the series."
     if any(len(observed.seeds) > 1 for observed in verdicts):
         caption += " Means over seeds; in brackets, the range over seeds."
@@ -195,15 +204,18 @@ def deviation_table(verdicts: Sequence[ObservedVerdict], delta: float) -> Table:
 
 
 def agreement_table(verdicts: Sequence[ObservedVerdict], delta: float, one_sided: bool) -> Table:
-    """Return a table of the methods that extrapolate and that do not, by prediction; empty rows are left out."""
+    """Return the table of predicted verdicts (rows) against observed ones (columns).
+
+    The rows of ``CONVERGES`` and ``DIVERGES`` are always there; other predictions have a row if a method has them.
+    """
     rows = []
     for prediction in (CONVERGES, DIVERGES, UNDECIDED, DEPENDS, NONE):
         group = [observed for observed in verdicts if observed.prediction.verdict == prediction]
         if group or prediction in (CONVERGES, DIVERGES):
-            sides = [
-                [o.name for o in group if o.deviation.extrapolates(delta, one_sided) is side] for side in (True, False)
-            ]
-            cells = [Cell(f"{len(side)}: {', '.join(side)}" if side else "0") for side in sides]
+            columns: dict[bool, list[str]] = {True: [], False: []}  # methods that extrapolate, and that do not
+            for observed in group:
+                columns[observed.deviation.extrapolates(delta, one_sided)].append(observed.name)
+            cells = [Cell(f"{len(methods)}: {', '.join(methods)}" if methods else "0") for methods in columns.values()]
             rows.append(TableRow("no prediction" if prediction == NONE else prediction, cells))
     caption = f"Predicted (rows) and observed (columns) at δ = {delta:g}{', one-sided' if one_sided else ''}."
     return Table(caption, ["Σ exp(bias)", "extrapolates", "does not"], rows, is_text=True)
@@ -211,17 +223,14 @@ def agreement_table(verdicts: Sequence[ObservedVerdict], delta: float, one_sided
 
 def describe_agreement(verdicts: Sequence[ObservedVerdict], one_sided: bool) -> str:
     """Return in words the δ at which prediction and observation agree for every method."""
-    sides = {
-        prediction: [
-            observed.deviation.worst if one_sided else observed.deviation.largest
-            for observed in verdicts
-            if observed.prediction.verdict == prediction
-        ]
-        for prediction in (CONVERGES, DIVERGES)
-    }
-    if not all(sides.values()):
+    deviations: dict[str, list[float]] = {CONVERGES: [], DIVERGES: []}  # by prediction
+    for observed in verdicts:
+        if observed.prediction.verdict in deviations:
+            largest = observed.deviation.worst if one_sided else observed.deviation.largest
+            deviations[observed.prediction.verdict].append(largest)
+    if not all(deviations.values()):
         return "There is only one kind of series, so prediction and observation can agree for some δ."
-    interval = separating_deltas(sides[CONVERGES], sides[DIVERGES])
+    interval = separating_deltas(deviations[CONVERGES], deviations[DIVERGES])
     if interval is None:
         return "There is no δ at which prediction and observation agree for every method."
     # with three decimals, as in the table, or with as many as the two ends need to differ
@@ -235,7 +244,7 @@ def verdict_csv(verdicts: Sequence[ObservedVerdict], delta: float) -> str:
     head = ("encoding", "prediction", "heads_converging", "heads", "largest_deviation", "worst_rise", "end_deviation")
     lines = []
     for observed in verdicts:
-        prediction, deviation = observed.prediction, observed.deviation
-        numbers = (prediction.converging, prediction.heads, deviation.largest, deviation.worst, deviation.end, delta)
+        prediction, change = observed.prediction, observed.deviation
+        numbers = (prediction.converging, prediction.heads, change.largest, change.worst, change.end, delta)
         lines.append([observed.name, prediction.verdict, *numbers, *observed.answers(delta)])
     return csv_text([*head, "delta", "extrapolates", "extrapolates_one_sided"], lines)

@@ -21,11 +21,13 @@ from fairseq_rpe.figures.style import save
 from fairseq_rpe.reports import sweep_results
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import RunFolder
+from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord, slug
 
-_WINDOW = "window:window=64"  # the only encoding with a required option
+_HEAD_WIDTH = 64  # elements of a head of encodings with initial values
 _DEFAULT_LAYERS = 4  # layers of a checkpoint that are drawn by default
-MOST_QUERIES, LAST_QUERY = 16, 1 << 18  # upper limits of the queries that are drawn for a checkpoint
+MOST_QUERIES = 16  # upper limit of the number of queries that are drawn for a checkpoint
+LAST_QUERY = 1 << 18  # upper limit of their positions
 
 
 @dataclass(frozen=True)
@@ -33,24 +35,24 @@ class Gallery:
     """Encodings to draw.
 
     Attributes:
-        encodings: by label, one encoding for the model, or one for each layer.
+        encodings: encodings by label; a label has one for the whole model, or one for each layer.
         length: number of tokens or distances.
         seed: seed of initial values, or of the runs.
-        index: index of the head in figures of one head, from 0.
+        head_index: index of the head in figures of one head, from 0.
     """
 
     encodings: Mapping[str, Sequence[Encoding]]
     length: int
     seed: int
-    index: int
+    head_index: int
 
     @property
     def biased_encodings(self) -> dict[str, Encoding]:
-        """Encodings with an additive bias; those of each layer if layers do not share one."""
+        """Encodings with an additive bias by label; the label has the layer if layers do not share an encoding."""
         return {
-            f"{name} (layer {index})" if len(layers) > 1 else name: encoding
+            f"{name} (layer {layer})" if len(layers) > 1 else name: encoding
             for name, layers in self.encodings.items()
-            for index, encoding in enumerate(layers)
+            for layer, encoding in enumerate(layers)
             if encoding.adds_bias and _has_bias_at(encoding, self.length)
         }
 
@@ -61,19 +63,19 @@ class TrainedGallery(Gallery):
 
     Attributes:
         folder: folder of the sweep.
-        state: record of the sweep.
+        record: record of the sweep.
         data: binarised text for measurements; None: nothing is measured.
         rpe_module: Python file that registers further encodings.
     """
 
     folder: SweepFolder
-    state: SweepRecord
+    record: SweepRecord
     data: Path | None = None
     rpe_module: Path | None = None
 
     def run(self, name: str) -> RunFolder:
         """Return the run folder of a method."""
-        return self.folder.run_folder(self.state.method(name), self.seed)
+        return self.folder.run_folder(self.record.method(name), self.seed)
 
     def receptive_field_request(self) -> empirical_receptive_field.ReceptiveFieldRequest:
         """Return the request for the empirical receptive field; needs ``data``."""
@@ -97,16 +99,22 @@ def gallery_from_specs(specs: Sequence[str], heads: int, length: int, seed: int,
         UserError: an encoding is misspelt, named twice, or has no bias, or there are fewer heads.
     """
     by_label = {}
-    for spec in specs or [_WINDOW if name == "window" else name for name in encodings.names()]:
+    for spec in specs or [_figure_spec(name) for name in encodings.names()]:
         torch.manual_seed(seed)
         if spec in by_label:
             raise UserError(f"'{spec}' is named twice: leave one out")
-        encoding = encodings.build(spec, heads, 64 * heads, length)
+        encoding = encodings.build(spec, heads, _HEAD_WIDTH * heads, length)
         if encoding.adds_bias:
             by_label[spec] = [encoding]
         elif specs:
             raise UserError(f"'{spec}' has no additive bias to draw: leave it out")
-    return Gallery(by_label, length, seed, _index(by_label, head))
+    return Gallery(by_label, length, seed, _head_index(by_label, head))
+
+
+def _figure_spec(name: str) -> str:
+    """Return the spec with which an encoding is drawn if all are."""
+    options = encodings.registry.get(name).figure_options
+    return f"{name}:{options}" if options else name
 
 
 def gallery_from_sweep(
@@ -126,19 +134,20 @@ def gallery_from_sweep(
         UserError: the sweep is not on text, has no finished run of ``seed`` or fewer heads; or ``data`` is not a text
             or too short.
     """
-    state = folder.read_record()
-    if state.kind != "text":
-        subject = "algorithmic tasks" if state.algorithms else "questions"
-        raise UserError(f"{folder.path} is a sweep of {subject}: use a sweep on text")
-    paths = {name: folder.run_folder(state.method(name), seed).checkpoints.last for name in state.encodings}
+    record = folder.read_record()
+    kind = sweep_kind(record.kind)
+    if not kind.has_definition:
+        raise UserError(f"{folder.path} is a sweep of {kind.subject}: use a sweep on text")
+    paths = {name: folder.run_folder(record.method(name), seed).checkpoints.last for name in record.encodings}
     by_label = {name: checkpoints.load(path).load_encodings() for name, path in paths.items() if path.is_file()}
     if not by_label:
         raise UserError(
             f"{folder.path} holds no finished run of seed {seed}: run its sweep first or choose another --seed"
         )
-    gallery = TrainedGallery(by_label, length, seed, _index(by_label, head), folder, state, data, rpe_module)
-    if data is not None:  # raises UserError before anything is drawn
-        gallery.receptive_field_request().resolve_block_size(state.settings.tokens or length)
+    gallery = TrainedGallery(by_label, length, seed, _head_index(by_label, head), folder, record, data, rpe_module)
+    if data is not None:
+        # called for its checks: an unusable text is an error before anything is drawn
+        gallery.receptive_field_request().resolve_block_size(record.settings.tokens or length)
     return gallery
 
 
@@ -154,19 +163,25 @@ def draw_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int])
         UserError: the checkpoint is damaged, its encoding has no additive bias, or a layer or query does not exist.
     """
     checkpoint = checkpoints.load(path)
-    layer_encodings, name = checkpoint.load_encodings(), checkpoint.encoding
+    layer_encodings = checkpoint.load_encodings()
+    has_layers = len(layer_encodings) > 1
+    _check_layers(path, checkpoint.encoding, layer_encodings, layers)
+    shown_queries = _check_queries(path, queries or _default_queries(checkpoint.train_length() or 0))
+    shown_layers = list(layers) or _default_layers(len(layer_encodings))
+    shown_encodings = [layer_encodings[layer] for layer in shown_layers]
+    rows = {query: _query_biases(shown_encodings, query) for query in shown_queries}
+    return biases.draw_query_biases(rows, checkpoint.encoding, shown_layers if has_layers else ())
+
+
+def _check_layers(path: Path, spec: str, layer_encodings: Sequence[Encoding], layers: Sequence[int]) -> None:
+    """Check that the encodings of a checkpoint have a bias, and that the chosen layers exist."""
     count = len(layer_encodings)
     if not layer_encodings[0].adds_bias:
-        raise UserError(f"{path} has no additive bias to draw, its encoding is '{name}': use another checkpoint")
+        raise UserError(f"{path} has no additive bias to draw, its encoding is '{spec}': use another checkpoint")
     if layers and count == 1:
         raise UserError(f"--layers: all layers of {path} share one bias: leave it out")
     if wrong := [layer for layer in layers if layer >= count]:
         raise UserError(f"--layers {wrong[0]}: {path} has layers 0 to {count - 1}")
-    shown_queries = _check_queries(path, queries or _default_queries(checkpoint.train_length() or 0))
-    shown_layers = list(layers) or _default_layers(count)
-    shown_encodings = [layer_encodings[layer] for layer in shown_layers]
-    rows = {query: _query_biases(shown_encodings, query) for query in shown_queries}
-    return biases.draw_query_biases(rows, name, shown_layers if count > 1 else ())
 
 
 def _default_queries(train_length: int) -> list[int]:
@@ -194,7 +209,7 @@ def _default_layers(count: int) -> list[int]:
 
 def _query_biases(layers: Sequence[Encoding], query: int) -> torch.Tensor:
     """Return the biases of the keys 0 … ``query`` for one query: (layers, H, query + 1)."""
-    # a profile is by distance, and distance 0 is the last key
+    # (H, query + 1) by distance; distance 0 is the last key, so reversed they are by key
     return torch.stack([encoding.bias_profile(query + 1).flip(-1) for encoding in layers])
 
 
@@ -206,7 +221,7 @@ def save_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int],
     return f"{files[0]}, also as .pdf"
 
 
-def _index(by_label: Mapping[str, Sequence[Encoding]], head: int | None) -> int:
+def _head_index(by_label: Mapping[str, Sequence[Encoding]], head: int | None) -> int:
     """Return the index of head number ``head`` (from 1), or of the middle one of the heads that all encodings have."""
     heads = min(layers[0].heads for layers in by_label.values())
     if head is not None and head > heads:
@@ -253,44 +268,38 @@ def _has_bias_at(encoding: Encoding, length: int) -> bool:
 def _heat_maps(gallery: Gallery) -> dict[str, Figure]:
     maps, step = {}, 1
     for name, encoding in gallery.biased_encodings.items():
-        bias, step = bias_map(encoding, gallery.length, [gallery.index])
-        maps[name] = bias[0]
-    return {"heat_maps": biases.draw_bias_maps(maps, step, gallery.index + 1)} if maps else {}
+        bias, step = bias_map(encoding, gallery.length, [gallery.head_index])
+        maps[name] = bias[0]  # the one head
+    return {"heat_maps": biases.draw_bias_maps(maps, step, gallery.head_index + 1)} if maps else {}
 
 
 def _profiles(gallery: Gallery) -> dict[str, Figure]:
     values = {name: encoding.bias_profile(gallery.length) for name, encoding in gallery.biased_encodings.items()}
     if not values:
         return {}
-    profiles = {name: profile[gallery.index] for name, profile in values.items()}
+    profiles = {name: profile[gallery.head_index] for name, profile in values.items()}
     return {
         "profiles": biases.draw_profiles(values),
-        "profiles_compared": biases.draw_weight_comparison(profiles, gallery.index + 1),
+        "profiles_compared": biases.draw_weight_comparison(profiles, gallery.head_index + 1),
     }
 
 
 def _theory(gallery: Gallery) -> dict[str, Figure]:
-    heads = {
-        name: verdict_tables.head_verdicts([encoding])[gallery.index]
-        for name, encoding in gallery.biased_encodings.items()
-    }
-    curves = {
-        name: field_curves
-        for name, head in heads.items()
-        if (field_curves := verdict_tables.field_curves([head]).curves)
-    }
-    title = f"Theoretical receptive field, head {gallery.index + 1}"
+    curves = {}
+    for name, encoding in gallery.biased_encodings.items():
+        verdict = verdict_tables.head_verdicts([encoding])[gallery.head_index]
+        if head_curves := verdict_tables.field_curves([verdict]).curves:
+            curves[name] = head_curves
+    title = f"Theoretical receptive field, head {gallery.head_index + 1}"
     return {"trf": receptive_fields.draw_theoretical(curves, title=title)} if curves else {}
 
 
 def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
-    perplexities = sweep_results.load_perplexities(gallery.folder, gallery.state)
+    perplexities = sweep_results.load_perplexities(gallery.folder, gallery.record)
     figures = {}
     for text, results in {"": perplexities, **perplexities.other_texts}.items():
-        curves, ratios = (
-            {name: values(name) for name in results.encodings}
-            for values in (results.values_by_length, results.ratios_by_length)
-        )
+        curves = {name: results.values_by_length(name) for name in results.encodings}
+        ratios = {name: results.ratios_by_length(name) for name in results.encodings}
         if curves:
             stem = f"ppl-{text}" if text else "ppl"
             figures[stem] = sweep_curves.draw_perplexity(curves, ratios, results.train_length, text)
@@ -298,7 +307,7 @@ def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
 
 
 def _mean_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
-    perplexities = sweep_results.load_perplexities(gallery.folder, gallery.state)
+    perplexities = sweep_results.load_perplexities(gallery.folder, gallery.record)
     lengths = perplexities.shared_lengths
     if len(lengths) < 2:
         return {}
@@ -307,7 +316,7 @@ def _mean_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
 
 
 def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
-    names = [name for name in gallery.encodings if gallery.state.method(name).leaves_positions]
+    names = [name for name in gallery.encodings if gallery.record.method(name).leaves_positions]
     if not names:
         return {}
     subjects = label_checkpoints([gallery.run(name).checkpoints.last for name in names])
@@ -322,35 +331,36 @@ def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
 
 
 def _queries(gallery: TrainedGallery) -> dict[str, Figure]:
-    train_length = gallery.state.settings.tokens or gallery.length
+    train_length = gallery.record.settings.tokens or gallery.length
+    queries = sorted({train_length // 2, train_length, gallery.length})
     figures = {}
     for name, layers in gallery.encodings.items():
-        if (
-            isinstance(layers[0], PairwiseBias)
-            and list(layers[0].parameters())
-            and _has_bias_at(layers[0], gallery.length)
-        ):
-            shown = sorted({train_length // 2, train_length, gallery.length})
-            rows = {query: _query_biases(layers, query) for query in shown}
+        first = layers[0]
+        is_learned_pairwise_bias = isinstance(first, PairwiseBias) and _has_parameters(first)
+        if is_learned_pairwise_bias and _has_bias_at(first, gallery.length):
+            rows = {query: _query_biases(layers, query) for query in queries}
             figures[f"queries-{slug(name, gallery.seed)}"] = biases.draw_query_biases(rows, name)
     return figures
+
+
+def _has_parameters(encoding: Encoding) -> bool:
+    return any(True for _ in encoding.parameters())
 
 
 def _training(gallery: TrainedGallery) -> dict[str, Figure]:
     figures = {}
     for name, layers in gallery.encodings.items():
         log_folder = gallery.folder.tensorboard / gallery.run(name).name / "encodings"
-        snapshots = bias_snapshots.read_history(log_folder) if list(layers[0].parameters()) else []
+        snapshots = bias_snapshots.read_history(log_folder) if _has_parameters(layers[0]) else []
         if len(snapshots) < 2:
             continue
-        profiles = [snapshot["bias"] for snapshot in snapshots]
-        values = {
-            f"{layer.replace('layer', 'layer ')}, head {head + 1}": torch.tensor(
-                [profile[layer][head] for profile in profiles]
-            )
-            for layer, heads in profiles[0].items()
-            for head in range(len(heads))
-        }
+        biases_by_step = [snapshot["bias"] for snapshot in snapshots]  # layer -> head -> bias at each distance
+        values = {}
+        for layer, heads in biases_by_step[0].items():
+            for head in range(len(heads)):
+                label = f"{layer.replace('layer', 'layer ')}, head {head + 1}"
+                # (steps, distances)
+                values[label] = torch.tensor([layer_biases[layer][head] for layer_biases in biases_by_step])
         steps = [snapshot["step"] for snapshot in snapshots]
         stem = f"training-{slug(name, gallery.seed)}"
         figures[stem] = biases.draw_bias_over_training(values, snapshots[0]["distances"], steps, name)
@@ -361,10 +371,10 @@ class FigureKind(NamedTuple):
     """A kind of figure of the gallery.
 
     Attributes:
-        draw: maps the gallery to figures by the stem of their files; none if there is nothing to draw.
-        nothing_reason: why there is nothing to draw, if so.
-        options: options of the command without which ``draw`` is not called.
-        options_reason: why these are needed, as the end of the message.
+        draw: maps the gallery to figures by the stem of their files; an empty dict if there is nothing to draw.
+        nothing_reason: the reason to show if ``draw`` returns no figure.
+        options: options of the command that ``draw`` needs.
+        options_reason: why ``draw`` needs them, as the end of a message; may be empty.
     """
 
     draw: Callable[[Any], dict[str, Figure]]

@@ -1,4 +1,4 @@
-"""Reports as one self-contained HTML page, and as Markdown."""
+"""Blocks, chapters and sections of reports, and their rendering as one self-contained HTML page and as Markdown."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ from fairseq_rpe.utils.files import PACKAGE_DIR, atomic_write
 from fairseq_rpe.utils.table import Table
 
 NOT_RECORDED = "not recorded"
-_GENERATOR = '<meta name="generator" content="fairseq_rpe '  # marks pages of this command
-_HEAD_BYTES = 1 << 14  # first bytes of a page, among which the generator is
+_GENERATOR = '<meta name="generator" content="fairseq_rpe '  # marks pages that this package has written
+_HEAD_BYTES = 1 << 14  # the mark is among so many first bytes of a page
 _MOST_ROWS = 5000  # upper limit of the rows of a table on a page
 
 
@@ -29,7 +29,7 @@ class Text:
         text: the text.
         link: text of a link after it.
         url: address of the link.
-        plain_warning: whether to style the paragraph as a warning.
+        plain_warning: whether to show the paragraph as a warning.
     """
 
     kind: ClassVar[str] = "text"

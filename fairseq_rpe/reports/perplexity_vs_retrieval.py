@@ -1,21 +1,22 @@
-"""Perplexity of sweeps on text against retrieval of sweeps over tasks with depths, for the same encodings.
+"""Compares perplexity, from sweeps on text, with retrieval, from sweeps over tasks with depths, for the same encodings.
 
 An encoding whose attention decays with the distance can keep its perplexity by ignoring distant tokens, because near
-tokens are enough to predict most of a text. It then extrapolates by Definition 0.1 and does not retrieve distant text.
+tokens are enough to predict most of a text. Such an encoding extrapolates by Definition 0.1, but does not retrieve
+distant text.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fairseq_rpe.reports import extrapolation_definition
 from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, ObservedVerdict, PredictedVerdict
 from fairseq_rpe.reports.page import Block, Part, Section, Text, markdown
-from fairseq_rpe.reports.question_scores import load_results
-from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies, Perplexities
-from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
+from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies, Perplexities, load_results
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import Table, TableRow, number_cell, text_cell
 
-NO_VERDICT = "no verdict"  # not solved at trained lengths
+NO_VERDICT = "no verdict"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class RetrievalResult:
         name: name of the method.
         trained: lowest accuracy at trained lengths.
         beyond: lowest accuracy at lengths beyond them.
-        solved_length: length up to which the task is solved at every depth; None: no length.
+        solved_length: length up to which the task is solved at every depth; None if it is not solved at any.
     """
 
     name: str
@@ -36,43 +37,81 @@ class RetrievalResult:
 
     @property
     def retrieves(self) -> str:
-        """Whether the task is solved at every depth of every length beyond training, if it is at trained ones."""
+        """``yes`` or ``no``: whether the task is solved at every depth of every length beyond training.
+
+        ``NO_VERDICT`` if it is not even solved at trained lengths.
+        """
         if self.trained < SOLVED_PERCENT:
             return NO_VERDICT
         return "yes" if self.beyond >= SOLVED_PERCENT else "no"
 
 
+class MethodComparison(NamedTuple):
+    """Perplexity and retrieval of one encoding.
+
+    Attributes:
+        verdict: observed verdict of the method of the sweep on text.
+        retrieval: result of the method of the sweep over tasks, under the name of the method on text.
+    """
+
+    verdict: ObservedVerdict
+    retrieval: RetrievalResult
+
+    @property
+    def extrapolates(self) -> str:
+        """Whether the perplexity extrapolates, one-sided: ``yes``, ``no`` or ``no verdict``."""
+        _, one_sided = self.verdict.answers(DELTA)
+        return one_sided
+
+
 def comparison_sections(folders: Sequence[SweepFolder]) -> list[Section]:
     """Build a section for each sweep on text and each task with depths that have methods in common.
 
-    Methods are the same if their encoding and positions are, whatever their names.
+    Two methods are the same if they have the same encoding and the same positions; their names may differ.
+
+    Args:
+        folders: folders of sweeps of any kind.
+
+    Returns:
+        The sections; empty without a sweep on text or without a sweep over generated tasks.
 
     Raises:
         UserError: a folder has no finished evaluation.
     """
     records = {folder: folder.read_record() for folder in folders}
-    if not {"text", "algorithms"} <= {record.kind for record in records.values()}:
-        return []
-    loaded = [(folder.path.resolve().name, record, load_results(folder, record)) for folder, record in records.items()]
-    texts = [(name, record, results) for name, record, results in loaded if isinstance(results, Perplexities)]
-    tasks = [(name, record, results) for name, record, results in loaded if isinstance(results, Accuracies)]
+    results = {folder: load_results(folder, record) for folder, record in records.items()}
+    names = {folder: folder.path.resolve().name for folder in folders}
     sections = []
-    for text_name, text_record, perplexities in texts:
-        no_predictions = dict.fromkeys(perplexities.encodings, PredictedVerdict(NONE))
-        verdicts = {
-            verdict.name: verdict for verdict in extrapolation_definition.observe_verdicts(perplexities, no_predictions)
-        }
-        for task_name, task_record, accuracies in tasks:
+    for text_folder, perplexities in results.items():
+        if not isinstance(perplexities, Perplexities):
+            continue
+        for task_folder, accuracies in results.items():
+            if not isinstance(accuracies, Accuracies):
+                continue
             for task in accuracies.tasks_with_depths:
-                pairs = [
-                    (verdicts[name], replace(retrieval, name=name))
-                    for method in accuracies.methods(task)
-                    if (name := _same_method(task_record.method(method), map(text_record.method, verdicts)))
-                    and (retrieval := retrieval_result(accuracies, task, method))
-                ]
-                if pairs:
-                    sections.append(_section(text_name, task_name, task, perplexities, *zip(*pairs, strict=True)))
+                comparisons = _compare_methods(
+                    perplexities, records[text_folder], accuracies, records[task_folder], task
+                )
+                if comparisons:
+                    sections.append(_section(names[text_folder], names[task_folder], task, perplexities, comparisons))
     return sections
+
+
+def _compare_methods(
+    perplexities: Perplexities, text_record: SweepRecord, accuracies: Accuracies, task_record: SweepRecord, task: str
+) -> list[MethodComparison]:
+    """Compare the methods of ``task`` that have a retrieval result and an equal method on text."""
+    no_predictions = dict.fromkeys(perplexities.encodings, PredictedVerdict(NONE))
+    verdicts = {
+        verdict.name: verdict for verdict in extrapolation_definition.observe_verdicts(perplexities, no_predictions)
+    }
+    comparisons = []
+    for method in accuracies.methods(task):
+        name = _same_method(task_record.method(method), map(text_record.method, verdicts))
+        retrieval = retrieval_result(accuracies, task, method)
+        if name is not None and retrieval is not None:
+            comparisons.append(MethodComparison(verdicts[name], replace(retrieval, name=name)))
+    return comparisons
 
 
 def _same_method(method: Method, others: Iterable[Method]) -> str | None:
@@ -83,21 +122,18 @@ def _same_method(method: Method, others: Iterable[Method]) -> str | None:
 
 def retrieval_result(accuracies: Accuracies, task: str, method: str) -> RetrievalResult | None:
     """Return a method's retrieval result, or None unless it was evaluated at trained lengths and beyond them."""
-    worst, trained = accuracies.worst_depth_by_length(task, method), accuracies.train_items[task]
-    within, beyond = ([v for n, v in worst.items() if (n > trained) is side] for side in (False, True))
-    if not within or not beyond:
+    worst, train_length = accuracies.worst_depth_by_length(task, method), accuracies.train_items[task]
+    trained = [accuracy for length, accuracy in worst.items() if length <= train_length]
+    beyond = [accuracy for length, accuracy in worst.items() if length > train_length]
+    if not trained or not beyond:
         return None
-    return RetrievalResult(method, min(within), min(beyond), accuracies.solved_length(task, method))
+    return RetrievalResult(method, min(trained), min(beyond), accuracies.solved_length(task, method))
 
 
 def _section(
-    text: str,
-    sweep: str,
-    task: str,
-    perplexities: Perplexities,
-    verdicts: Sequence[ObservedVerdict],
-    retrievals: Sequence[RetrievalResult],
+    text: str, sweep: str, task: str, perplexities: Perplexities, comparisons: Sequence[MethodComparison]
 ) -> Section:
+    """Return the section about ``task``; ``text`` and ``sweep`` are names of the sweep on text and over tasks."""
     blocks: list[Block] = [
         Text(
             "Definition 0.1 judges the perplexity beyond the training length. The retrieval test judges whether a "
@@ -105,9 +141,9 @@ def _section(
             f"length beyond training. The two models of an encoding are different: one is trained on the text of "
             f"{text}, the other on {task} of {sweep}."
         ),
-        _table(perplexities, verdicts, retrievals),
+        _table(perplexities, comparisons),
     ]
-    title, lead = "Perplexity and retrieval", describe_verdicts(verdicts, retrievals)
+    title, lead = "Perplexity and retrieval", describe_comparisons(comparisons)
     return Section(
         name=f"{text} and {sweep}",
         title=title,
@@ -118,15 +154,19 @@ def _section(
     )
 
 
-def _table(
-    perplexities: Perplexities, verdicts: Sequence[ObservedVerdict], retrievals: Sequence[RetrievalResult]
-) -> Table:
+def _table(perplexities: Perplexities, comparisons: Sequence[MethodComparison]) -> Table:
     rows = []
-    for verdict, retrieval in zip(verdicts, retrievals, strict=True):
+    for verdict, retrieval in comparisons:
         solved = "none" if retrieval.solved_length is None else f"{retrieval.solved_length} tokens"
-        cells = [number_cell(verdict.deviation.end, "+.3f"), *map(text_cell, verdict.answers(DELTA))]
-        cells += [number_cell(retrieval.trained, ".0f"), number_cell(retrieval.beyond, ".0f")]
-        rows.append(TableRow(verdict.name, [*cells, text_cell(solved), text_cell(retrieval.retrieves)]))
+        cells = [
+            number_cell(verdict.deviation.end, "+.3f"),
+            *map(text_cell, verdict.answers(DELTA)),
+            number_cell(retrieval.trained, ".0f"),
+            number_cell(retrieval.beyond, ".0f"),
+            text_cell(solved),
+            text_cell(retrieval.retrieves),
+        ]
+        rows.append(TableRow(verdict.name, cells))
     head = ["encoding", f"deviation at {perplexities.lengths[-1]}", "extrapolates", "one-sided"]
     head += ["retrieved, trained", "retrieved, beyond", "solved up to", "retrieves"]
     caption = (
@@ -137,21 +177,24 @@ def _table(
     return Table(caption, head, rows)
 
 
-def describe_verdicts(verdicts: Sequence[ObservedVerdict], retrievals: Sequence[RetrievalResult]) -> list[str]:
+def describe_comparisons(comparisons: Sequence[MethodComparison]) -> list[str]:
     """Return in words which methods extrapolate by perplexity (one-sided) and which retrieve distant text."""
-    pairs = [(verdict.answers(DELTA)[1], r.retrieves, r.name) for verdict, r in zip(verdicts, retrievals, strict=True)]
 
     def names(extrapolates: str, retrieves: str) -> list[str]:
-        return [name for a, b, name in pairs if (a, b) == (extrapolates, retrieves)]
+        return [
+            c.retrieval.name
+            for c in comparisons
+            if (c.extrapolates, c.retrieval.retrieves) == (extrapolates, retrieves)
+        ]
 
     groups = {
         "Extrapolates by perplexity and fails at retrieval": names("yes", "no"),
         "Extrapolates by perplexity and retrieves": names("yes", "yes"),
         "Retrieves, though its perplexity rises": names("no", "yes"),
         "Does neither": names("no", "no"),
-        "No verdict on perplexity": [name for extrapolates, _, name in pairs if extrapolates == "no verdict"],
+        "No verdict on perplexity": [c.retrieval.name for c in comparisons if c.extrapolates == "no verdict"],
         f"No verdict on retrieval, because accuracy at trained lengths is below {SOLVED_PERCENT:g} %": [
-            name for _, retrieves, name in pairs if retrieves == NO_VERDICT
+            c.retrieval.name for c in comparisons if c.retrieval.retrieves == NO_VERDICT
         ],
     }
     return [f"{title}: {', '.join(members)}." for title, members in groups.items() if members]

@@ -1,31 +1,27 @@
-"""Scores of a sweep over questions, by method, set and context length, and their means."""
+"""Scores of a sweep over questions by method, set and context length, with their means."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation.question_records import QuestionResult
 from fairseq_rpe.reports.sweep_results import (
-    Accuracies,
-    Perplexities,
     SweepResult,
+    SweepResults,
     current_results,
     group_by,
     group_by_length,
-    load_accuracies,
-    load_perplexities,
     planned_runs,
 )
-from fairseq_rpe.sweeps.sweep_record import Published, SweepFolder, SweepRecord
+from fairseq_rpe.sweeps.sweep_record import EvaluationQuestions, Published, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import csv_text
 
 MEAN = "mean"  # key of a mean among published values, in place of a set
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(SweepResults):
     """Scores in percent. The context length is that of prompt and answer together.
 
     Attributes:
@@ -42,7 +38,7 @@ class Scores:
 
     @cached_property
     def _ambiguous(self) -> set[str]:
-        """Names of sets that several datasets have."""
+        """Names of sets that occur in more than one dataset."""
         by_name = group_by(self.results, lambda row: row.result.set)
         return {name for name, rows in by_name.items() if len({row.folder for row in rows}) > 1}
 
@@ -89,23 +85,36 @@ class Scores:
 
     def set_metrics(self, label: str) -> list[str]:
         """Return all metrics of a set, that of its score first."""
-        results = (row.result for row in self._by_set.get(label, ()))
-        return list(dict.fromkeys(name for result in results for name in (result.published, *result.metrics)))
+        return list(dict.fromkeys(name for row in self._by_set.get(label, ()) for name in all_metrics(row.result)))
 
     def values_by_length(self, label: str, method: str, metric: str | None = None) -> dict[int, list[float]]:
-        """Return the score, or another metric, of each seed on a set by context length."""
+        """Return the values of all seeds on a set by context length, in percent.
+
+        Args:
+            label: label of the set.
+            method: name of the method.
+            metric: name of the metric; None: the score, whichever metric it is.
+        """
         key = (label, method, metric)
         if key not in self._values_cache:
-            results = [row.result for row in self._by_set_and_method.get((label, method), ())]
-            values = (
-                (r.length, r.score if metric is None else {r.published: r.score, **r.metrics}.get(metric))
-                for r in results
-            )
-            self._values_cache[key] = group_by_length((n, value) for n, value in values if value is not None)
+            pairs = []
+            for row in self._by_set_and_method.get((label, method), ()):
+                value = row.result.score if metric is None else all_metrics(row.result).get(metric)
+                if value is not None:
+                    pairs.append((row.result.length, value))
+            self._values_cache[key] = group_by_length(pairs)
         return self._values_cache[key]
 
     def values_by_distance(self, label: str, length: int) -> dict[tuple[int, int], dict[str, list[float]]]:
-        """Return, by least and most words between answer and end of document, the scores of each method's seeds."""
+        """Return the scores of all seeds by distance of the answer, then by method.
+
+        Args:
+            label: label of the set.
+            length: context length.
+
+        Returns:
+            Scores by least and most number of words between the answer and the end of the document.
+        """
         bands: dict[tuple[int, int], dict[str, list[float]]] = {}
         for row in self._by_set.get(label, ()):
             if row.result.length == length:
@@ -121,13 +130,14 @@ class Scores:
         """Return, by context length, the mean over sets for each seed that has results on all of them."""
         if method not in self._set_means_cache:
             sets = self.sets_in_mean()
-            runs: dict[tuple[int, int], dict[str, float]] = {}
+            scores: dict[tuple[int, int], dict[str, float]] = {}  # (length, seed) -> set -> score
             for label in sets:
                 for row in self._by_set_and_method.get((label, method), ()):
-                    runs.setdefault((row.result.length, row.seed), {})[label] = row.result.score
-            complete = {key: scores for key, scores in runs.items() if len(scores) == len(sets)}
+                    scores.setdefault((row.result.length, row.seed), {})[label] = row.result.score
             self._set_means_cache[method] = group_by_length(
-                (n, sum(scores.values()) / len(scores)) for (n, _), scores in sorted(complete.items())
+                (length, sum(by_set.values()) / len(sets))
+                for (length, _), by_set in sorted(scores.items())
+                if len(by_set) == len(sets)
             )
         return self._set_means_cache[method]
 
@@ -139,21 +149,26 @@ class Scores:
         return [sum(scores) / len(scores) for scores in zip(*values, strict=True)]
 
     def csv(self) -> str:
-        """Return a CSV row for each metric of each result; ``counts``: whether the metric is the set's score."""
+        """Return a CSV row for each metric of each result; ``counts`` is "yes" if the metric is the set's score."""
         head = ["method", "folder", "set", "length", "metric", "value", "counts"]
         head += ["questions", "truncated", "empty", "seed"]
         lines = []
         for row in self.results:
             r = row.result
             numbers = (r.questions, r.truncated_documents, r.empty, row.seed)
-            for name, value in {r.published: r.score, **r.metrics}.items():
+            for name, value in all_metrics(r).items():
                 counts = "yes" if name == r.published else "no"
                 lines.append((row.method, row.folder, r.set, r.length, name, value, counts, *numbers))
         return csv_text(head, lines)
 
 
+def all_metrics(result: QuestionResult) -> dict[str, float]:
+    """Return the metrics of a result in percent by name, that of its score first."""
+    return {result.published: result.score, **result.metrics}
+
+
 def published_axis(published: Published | None) -> Literal["set", "length"] | None:
-    """Return whether published scores are by set or by context length, or None without published scores."""
+    """Return whether published scores are by ``set`` or by context ``length``; None without published scores."""
     if published is None or not published.values:
         return None
     return "length" if all(key.isdigit() for row in published.values.values() for key in row) else "set"
@@ -168,7 +183,8 @@ def published_mean(published: Published, method: str, keys: Sequence[str] = ()) 
         keys: sets or lengths to average; empty: all.
 
     Returns:
-        The mean; None if a score is missing. If only a mean is published, that mean, or None for a part of the keys.
+        The mean; None if a score is missing. If only a mean is published, that mean, or None if ``keys`` are not all
+        sets or lengths.
     """
     row = published.values[method]
     if MEAN in row:
@@ -181,24 +197,18 @@ def published_mean(published: Published, method: str, keys: Sequence[str] = ()) 
 
 def load_scores(folder: SweepFolder, record: SweepRecord) -> Scores:
     """Read the results of a sweep over questions."""
-    config, published = record.question_config, record.published
-    which = config.checkpoint if config else "last"
+    which = record.question_config.checkpoint if record.question_config else "last"
     rows = []
-    for name, method, seed, run in planned_runs(folder, record):
-        questions = record.questions[name or ""]
+    for run in planned_runs(folder, record):
+        questions = record.questions[run.task or ""]
         results = [
             result
-            for result in current_results(QuestionResult, run, method, which)
-            if result.data == questions.digest
-            and result.split == record.settings.split
-            and result.set in questions.sets
-            and result.length_penalty in (None, 1.0)
-            and (config is None or all(getattr(result, key) == value for key, value in config.options.items()))
-            and result.length in record.lengths
+            for result in current_results(QuestionResult, run.folder, run.method, which)
+            if _is_planned(result, record, questions)
         ]
         results.sort(key=lambda result: (questions.sets.index(result.set), result.length))
-        rows += [SweepResult(method.name, seed, result, folder=name) for result in results]
-    averaged = set()
+        rows += [SweepResult(run.method.name, run.seed, result, folder=run.task) for result in results]
+    published, averaged = record.published, set()
     if published and published_axis(published) == "set":
         averaged = {key for row in published.values.values() for key in row} - {MEAN}
     train_length = record.settings.tokens or 0
@@ -206,19 +216,14 @@ def load_scores(folder: SweepFolder, record: SweepRecord) -> Scores:
     return Scores(rows, fine_tuning_length, train_length, sorted(averaged))
 
 
-# results of a sweep of any kind
-AnyResults = Perplexities | Accuracies | Scores
-
-
-def load_results(folder: SweepFolder, record: SweepRecord) -> AnyResults:
-    """Read the results of the finished runs of a sweep.
-
-    Raises:
-        UserError: there are none.
-    """
-    loaders: dict[str, Callable[[SweepFolder, SweepRecord], AnyResults]]
-    loaders = {"text": load_perplexities, "algorithms": load_accuracies, "answers": load_scores}
-    results = loaders[record.kind](folder, record)
-    if not results.results:
-        raise UserError(f"{folder.path} holds no finished evaluation yet: run its sweep first")
-    return results
+def _is_planned(result: QuestionResult, record: SweepRecord, questions: EvaluationQuestions) -> bool:
+    """Return whether a result is of the questions, the lengths and the ways of answering that the sweep records."""
+    options = record.question_config.options if record.question_config else {}
+    return (
+        result.data == questions.digest
+        and result.split == record.settings.split
+        and result.set in questions.sets
+        and result.length in record.lengths
+        and result.length_penalty in (None, 1.0)
+        and all(getattr(result, name) == value for name, value in options.items())
+    )

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
@@ -12,13 +13,14 @@ from fairseq_rpe.evaluation.position_limits import max_items
 from fairseq_rpe.evaluation.question_records import QuestionResult
 from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
 from fairseq_rpe.runs.run_folder import CheckpointKind, RunFolder
+from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import csv_text, log_spaced
 
 ResultType = TypeVar("ResultType", TextResult, ExactMatchResult, QuestionResult)
 Item = TypeVar("Item")
 Key = TypeVar("Key")
-# Options of an evaluation by hand, whose results are not those of the sweep.
+# Options of `eval` that a sweep never passes. Results that were measured with one of them are not the sweep's.
 _EVALUATION_OPTIONS, _BLOCK_OPTIONS = ("compute_dtype", "attention_prune"), ("blocks", "separate_documents")
 MAX_SHOWN_LENGTHS = 48  # upper limit of the length columns in a table; CSV files have all lengths
 SOLVED_PERCENT = 90.0  # a length counts as solved if the accuracy at every depth is at least this, in percent
@@ -32,8 +34,9 @@ class SweepResult(Generic[ResultType]):
         method: name of the method.
         seed: seed of the run.
         result: the measurement.
-        ratio: a perplexity over that of the same run at the training length; None: unknown.
-        folder: name of the question dataset, for scores.
+        ratio: perplexity relative to that of the same run at the training length; None for other results, or if the run
+            was not evaluated at the training length.
+        folder: name of the question dataset; None for results that are not about questions.
     """
 
     method: str
@@ -48,15 +51,53 @@ class SweepResult(Generic[ResultType]):
         return self.result.algorithm if isinstance(self.result, ExactMatchResult) else self.folder
 
 
+class SweepResults:
+    """Results of a sweep; each kind of sweep has a subclass.
+
+    Attributes:
+        results: all results.
+        other_texts: results on further texts, by name of the text.
+        tasks_with_depths: generated tasks whose results depend on a depth.
+    """
+
+    results: Sequence[SweepResult[Any]]
+    other_texts: Mapping[str, "SweepResults"] = MappingProxyType({})
+    tasks_with_depths: Sequence[str] = ()
+
+    def csv(self) -> str:
+        """Return the results as CSV."""
+        raise NotImplementedError
+
+
+def load_results(folder: SweepFolder, record: SweepRecord) -> Any:
+    """Read the results of the finished runs of a sweep.
+
+    Args:
+        folder: folder of the sweep.
+        record: its record.
+
+    Returns:
+        Results of the class of its kind.
+
+    Raises:
+        UserError: there are none.
+    """
+    results: SweepResults = sweep_kind(record.kind).load_results(folder, record)
+    if not results.results:
+        raise UserError(f"{folder.path} holds no finished evaluation yet: run its sweep first")
+    return results
+
+
 @dataclass(frozen=True)
-class Perplexities:
+class Perplexities(SweepResults):
     """Perplexities of a sweep on one text.
 
     Attributes:
         results: results by method, seed and length.
         train_length: training length in tokens.
-        other_texts: the same on further texts, by name.
-        continued_lengths: training lengths of methods that continue another method's training.
+        other_texts: perplexities on further texts, by name of the text.
+        continued_lengths: training length by name, for methods that continue another method's training at a length of
+            their own.
     """
 
     results: Sequence[SweepResult[TextResult]]
@@ -109,7 +150,7 @@ class Perplexities:
         return [curve for curve in per_seed.values() if start in curve and max(curve) > start]
 
     def ratios_by_length(self, encoding: str) -> dict[int, list[float]]:
-        """Return, by length, each seed's perplexity over that of the same run at the training length."""
+        """Return, by length, each seed's perplexity relative to that of the same run at the training length."""
         rows = self.results_for(encoding)
         return group_by_length((row.result.length, row.ratio) for row in rows if row.ratio is not None)
 
@@ -126,7 +167,7 @@ class Perplexities:
         return [n for n in self.lengths if all(n in lengths for lengths in runs.values())]
 
     def seed_means(self, encoding: str) -> list[float]:
-        """Return, for each seed, the mean perplexity over the lengths that all runs share."""
+        """Return, for each seed, the mean of the perplexities at the lengths that all runs share."""
         shared = set(self.shared_lengths)
         per_seed: dict[int, list[float]] = {}
         for row in self.results_for(encoding):
@@ -135,7 +176,7 @@ class Perplexities:
         return [sum(values) / len(values) for values in per_seed.values()]
 
     def final_ratio(self, encoding: str) -> float | None:
-        """Return the mean over seeds of the ratio at the longest length of all, or None."""
+        """Return the mean over seeds of the ratio at the longest length of all methods, or None without it."""
         longest = self.lengths[-1]
         return _mean(row.ratio for row in self.results_for(encoding) if row.result.length == longest)
 
@@ -149,7 +190,7 @@ class Perplexities:
 
 
 @dataclass(frozen=True)
-class Accuracies:
+class Accuracies(SweepResults):
     """Exact-match accuracies of a sweep over generated tasks.
 
     Attributes:
@@ -183,7 +224,7 @@ class Accuracies:
         return self._by_task_and_method.get((task, method), [])
 
     def values_by_length(self, task: str, method: str) -> dict[int, list[float]]:
-        """Return the accuracy of each seed in percent by number of items, averaged over depths."""
+        """Return, by number of items, the accuracy of each seed in percent, as the mean over depths."""
         runs: dict[tuple[int, int], list[float]] = {}
         for row in self.results_for(task, method):
             runs.setdefault((row.result.length, row.seed), []).append(100 * row.result.accuracy)
@@ -271,16 +312,28 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-def planned_runs(folder: SweepFolder, record: SweepRecord) -> Iterator[tuple[str | None, Method, int, RunFolder]]:
-    """Iterate over everything that a sweep compares, in the order of its reports.
+class PlannedRun(NamedTuple):
+    """A run that a sweep compares.
 
-    Yields:
-        The task (a generated task or a question dataset; None for text), the method, the seed and the run folder.
+    Attributes:
+        task: a generated task or a question dataset; None for text.
+        method: the method.
+        seed: the seed.
+        folder: the run folder, which methods that share a training have in common.
     """
+
+    task: str | None
+    method: Method
+    seed: int
+    folder: RunFolder
+
+
+def planned_runs(folder: SweepFolder, record: SweepRecord) -> Iterator[PlannedRun]:
+    """Yield every run that a sweep compares, finished or not, in the order of its reports."""
     for task in record.tasks or (None,):
         for method in map(record.method, record.encodings):
             for seed in record.seeds:
-                yield task, method, seed, folder.run_folder(method, seed, task)
+                yield PlannedRun(task, method, seed, folder.run_folder(method, seed, task))
 
 
 def load_perplexities(folder: SweepFolder, record: SweepRecord) -> Perplexities:
@@ -292,13 +345,15 @@ def load_perplexities(folder: SweepFolder, record: SweepRecord) -> Perplexities:
     train_length = record.settings.tokens
     if train_length is None:
         raise UserError(f"{folder.record_path} does not record the training length: run the sweep again")
-    # results by text; None is the training text
+    # results by name of the text; None is the training text
     rows: dict[str | None, list[SweepResult[TextResult]]] = {None: [], **{name: [] for name in record.evaluate}}
-    for _, method, seed, run in planned_runs(folder, record):
-        for name, by_length in _results_by_text(record, current_results(TextResult, run, method)).items():
+    for run in planned_runs(folder, record):
+        results = current_results(TextResult, run.folder, run.method)
+        for text, by_length in _results_by_text(record, results).items():
             base = by_length.get(train_length)
             for _, result in sorted(by_length.items()):
-                rows[name].append(SweepResult(method.name, seed, result, result.ppl / base.ppl if base else None))
+                ratio = result.ppl / base.ppl if base else None
+                rows[text].append(SweepResult(run.method.name, run.seed, result, ratio))
     continued = {name: tokens for name in record.encodings if (tokens := record.method(name).further.tokens)}
     other_texts = {
         name: Perplexities(results, train_length, continued_lengths=continued)
@@ -309,7 +364,10 @@ def load_perplexities(folder: SweepFolder, record: SweepRecord) -> Perplexities:
 
 
 def _results_by_text(record: SweepRecord, results: Iterable[TextResult]) -> dict[str | None, dict[int, TextResult]]:
-    """Return the results on the sweep's split by text (None for the training text) and length, the last of each."""
+    """Return the results on the sweep's split by text, None for the training text, and by length.
+
+    Of several results at one length the last replaces the others.
+    """
     text_names = {text.digest: name for name, text in record.evaluate.items()}
     by_text: dict[str | None, dict[int, TextResult]] = {}
     for result in results:
@@ -321,14 +379,14 @@ def _results_by_text(record: SweepRecord, results: Iterable[TextResult]) -> dict
 def load_accuracies(folder: SweepFolder, record: SweepRecord) -> Accuracies:
     """Read the results of a sweep over generated tasks."""
     split, rows = record.settings.split, []
-    for task, method, seed, run in planned_runs(folder, record):
+    for run in planned_runs(folder, record):
         results = [
             result
-            for result in current_results(ExactMatchResult, run, method)
-            if (result.algorithm, result.split, result.unit) == (task, split, "items")
+            for result in current_results(ExactMatchResult, run.folder, run.method)
+            if (result.algorithm, result.split, result.unit) == (run.task, split, "items")
         ]
         results.sort(key=lambda result: (result.length, result.depth or 0))
-        rows += [SweepResult(method.name, seed, result) for result in results]
+        rows += [SweepResult(run.method.name, run.seed, result) for result in results]
     tasks = {task: build(task) for task in record.algorithms}
     longest = {name: {task: built.max_length(name) for task, built in tasks.items()} for name in ("train", split)}
     limits = {
@@ -345,10 +403,6 @@ def current_results(
 ) -> list[ResultType]:
     """Read the results that belong to a method's settings and to the checkpoint of its finished run.
 
-    A result belongs to them if it has the checkpoint's digest, the method's ``positions_eval`` and ``rpe_eval`` and the
-    default number of position samples, and was measured without options that a sweep never has. Of a result with
-    one sample for all blocks and one of the same settings with a sample for each block, only the latter is returned.
-
     Args:
         kind: type of the results.
         run: run folder.
@@ -356,22 +410,30 @@ def current_results(
         which: checkpoint of the run, last or best.
 
     Returns:
-        The results, one for each of their settings; empty if the run is not finished.
+        The results for which :func:`_belongs_to` holds, one for each of their keys; empty if the run is not finished.
     """
     record = run.checkpoints.read_record()
     if record is None:
         return []
-    draws = records.default_draws(method.positions_eval)
-    results = [
-        result
-        for result in records.read_results(kind, run.results)
-        if result.checkpoint == record.finished.digest(which)
-        and (result.positions, result.rpe) == (method.positions_eval, method.rpe_eval)
-        and result.draws in (None, draws)
-        and not any(getattr(result, key, None) for key in _EVALUATION_OPTIONS)
-        # here False is an option, too: the opposite of the training's setting
-        and not any(getattr(result, key, None) is not None for key in _BLOCK_OPTIONS)
-    ]
-    # earlier versions drew random positions once for all blocks (draws=None): newer results override theirs
+    digest = record.finished.digest(which)
+    results = [result for result in records.read_results(kind, run.results) if _belongs_to(result, method, digest)]
+    # Earlier versions drew random positions once for all blocks (draws=None). A result of the same settings with a draw
+    # for each block (draws=1) comes later after this sort, so it replaces such a result.
     results.sort(key=lambda result: result.draws or 0)
     return list({replace(result.key, draws=None): result for result in results}.values())
+
+
+def _belongs_to(result: ResultType, method: Method, digest: str | None) -> bool:
+    """Return whether a sweep measured this result, with the current settings of a method.
+
+    Such a result is of the checkpoint with this digest, has the method's ``positions_eval`` and ``rpe_eval``, has the
+    default number of position samples, and was measured without options that a sweep never passes.
+    """
+    return (
+        result.checkpoint == digest
+        and (result.positions, result.rpe) == (method.positions_eval, method.rpe_eval)
+        and result.draws in (None, records.default_draws(method.positions_eval))
+        and not any(getattr(result, option, None) for option in _EVALUATION_OPTIONS)
+        # False is also an option here: the opposite of the training's setting
+        and all(getattr(result, option, None) is None for option in _BLOCK_OPTIONS)
+    )

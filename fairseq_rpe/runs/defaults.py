@@ -6,22 +6,16 @@ from pathlib import Path
 from fairseq_rpe.checkpoints.model_sizes import ARCH_PREFIX, MODEL_SIZES, full_arch_name
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import did_you_mean
+from fairseq_rpe.runs.training_config import OptimizationSettings, Schedule
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """Training defaults of an architecture.
+@dataclass(frozen=True, kw_only=True)
+class Defaults(OptimizationSettings):
+    """Training defaults of an architecture; see :class:`~fairseq_rpe.runs.training_config.OptimizationSettings`.
 
     Attributes:
-        tokens: training length in tokens.
-        updates: updates of the whole training.
-        batch_sentences: sequences of one process and accumulation step.
-        lr: peak learning rate.
-        warmup: updates of warm-up.
-        dropout: probability of dropout.
-        save_every: updates between checkpoints.
-        threads: threads of each process, ``None`` for an equal share of the cores; OMP_NUM_THREADS overrides it.
-        schedule: ``inverse_sqrt``, ``linear`` down to zero at the last update, or ``cosine``.
+        save_every: number of updates between checkpoints.
+        threads: number of threads of each process, None for an equal share of the cores; OMP_NUM_THREADS overrides it.
     """
 
     tokens: int
@@ -30,9 +24,9 @@ class Defaults:
     lr: float
     warmup: int
     dropout: float
+    schedule: Schedule = "inverse_sqrt"
     save_every: int
     threads: int | None
-    schedule: str = "inverse_sqrt"
 
 
 # Minutes on a laptop: enough to see which encodings break beyond the training length. One thread, because sums over

@@ -21,11 +21,11 @@ from fairseq_rpe.encodings.model import build_for_model, load_weights
 from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELMConfig
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import RpeCheckpoint
-from fairseq_rpe.runs.settings import TrainingRequest
+from fairseq_rpe.runs.training_config import TrainingConfig
 
 _LENGTH = "--rpe-train-length"
-# setting of a model -> field of a TrainingRequest
-_REQUEST_FIELDS = {
+# setting of a model -> field of a TrainingConfig
+_CONFIG_FIELDS = {
     "dropout": "dropout",
     "attention_dropout": "attention_dropout",
     "activation_dropout": "activation_dropout",
@@ -42,13 +42,13 @@ _NOT_INHERITED |= {"decoder_layers_to_keep", "positions_train", "positions_eval"
 
 
 def architecture_settings(checkpoint: RpeCheckpoint) -> dict[str, object]:
-    """Return the fields of a request that build the model of a checkpoint.
+    """Return the fields of a configuration that build the model of a checkpoint.
 
     Args:
         checkpoint: checkpoint of this package's model.
 
     Returns:
-        Values by field of :class:`~fairseq_rpe.runs.settings.TrainingRequest`; ``extra`` has flags of fairseq-train for
+        Values by field of :class:`~fairseq_rpe.runs.settings.TrainingConfig`; ``extra`` has flags of fairseq-train for
         settings that differ from those of the named architecture.
 
     Raises:
@@ -62,11 +62,11 @@ def architecture_settings(checkpoint: RpeCheckpoint) -> dict[str, object]:
     extra: list[str] = []
     for field in fields(TransformerRPELMConfig):
         key = field.name
-        if key.startswith(("_", "rpe", "char")) or key in _NOT_INHERITED or key in _REQUEST_FIELDS:
+        if key.startswith(("_", "rpe", "char")) or key in _NOT_INHERITED or key in _CONFIG_FIELDS:
             continue  # private, of the encoding (from --rpe), of a character embedding, or not by a flag in `extra`
         if key in model and model[key] != getattr(defaults, key, field.default):
             extra += _flag(key, model[key], checkpoint)
-    settings = {name: model[key] for key, name in _REQUEST_FIELDS.items() if model.get(key) is not None}
+    settings = {name: model[key] for key, name in _CONFIG_FIELDS.items() if model.get(key) is not None}
     return {"arch": arch, **settings, "extra": tuple(extra)}
 
 
@@ -80,59 +80,59 @@ def _flag(key: str, value: Any, checkpoint: RpeCheckpoint) -> list[str]:
     return [flag, ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)]
 
 
-def with_checkpoint_rotation(request: TrainingRequest) -> TrainingRequest:
-    """Complete the encoding of a request with the rotation of the checkpoint that it starts from.
+def with_checkpoint_rotation(config: TrainingConfig) -> TrainingConfig:
+    """Complete the encoding of a configuration with the rotation of the checkpoint that it starts from.
 
     Args:
-        request: a training with ``finetune_from``.
+        config: a training with ``finetune_from``.
 
     Returns:
-        The request, unchanged if its ``rpe`` states the rotation.
+        The configuration, unchanged if its ``rpe`` states the rotation.
 
     Raises:
         UserError: the checkpoint cannot be read, or ``rpe`` is not valid or contradicts the checkpoint's rotation.
     """
-    assert request.finetune_from is not None
-    if request.rpe_module is not None:
-        encodings.load_module(request.rpe_module)
-    return replace(request, rpe=checkpoints.load(request.finetune_from).complete_spec(request.rpe.strip()))
+    assert config.finetune_from is not None
+    if config.rpe_module is not None:
+        encodings.load_module(config.rpe_module)
+    return replace(config, rpe=checkpoints.load(config.finetune_from).complete_spec(config.rpe.strip()))
 
 
-def with_checkpoint_settings(request: TrainingRequest) -> TrainingRequest:
+def with_checkpoint_settings(config: TrainingConfig) -> TrainingConfig:
     """Complete a training on questions with the architecture, dropout and positions of the checkpoint it starts from.
 
     The new checkpoint keeps the original training length as its own (``--rpe-train-length``), so that ``factor=auto``,
     a default ``original_length`` and interpolated positions refer to it, not to the length of the questions.
 
     Args:
-        request: a training with ``finetune_from`` and ``data``.
+        config: a training with ``finetune_from`` and ``data``.
 
     Returns:
-        The request; settings that it states stay. Flags of fairseq-train are added to ``extra`` as
+        The configuration; settings that it states stay. Flags of fairseq-train are added to ``extra`` as
         :func:`_add_architecture_flags` describes.
 
     Raises:
         UserError: the checkpoint cannot be used, its parameters are not those of ``rpe``, or its vocabulary is not that
             of ``data``.
     """
-    assert request.finetune_from is not None and request.data is not None
-    checkpoint = checkpoints.load(request.finetune_from)
-    train_length = _check_checkpoint(checkpoint, request.data)
+    assert config.finetune_from is not None and config.data is not None
+    checkpoint = checkpoints.load(config.finetune_from)
+    train_length = _check_checkpoint(checkpoint, config.data)
     settings: dict[str, Any] = architecture_settings(checkpoint)
-    extra = _add_architecture_flags(request, settings["arch"], settings.pop("extra"))
-    if _LENGTH not in _flag_names(request.extra):
+    extra = _add_architecture_flags(config, settings["arch"], settings.pop("extra"))
+    if _LENGTH not in _flag_names(config.extra):
         extra = (*extra, _LENGTH, str(train_length))
-    if request.positions_train is None:
+    if config.positions_train is None:
         # The two belong together: a new training transform has a default transform of evaluation of its own.
         settings |= {key: checkpoint.model.get(key) for key in ("positions_train", "positions_eval")}
-    if request.rpe_module is not None:
-        encodings.load_module(request.rpe_module)
-    if not _allows_sharing(request.rpe, checkpoint, train_length, settings.get("rpe_share")):
+    if config.rpe_module is not None:
+        encodings.load_module(config.rpe_module)
+    if not _allows_sharing(config.rpe, checkpoint, train_length, settings.get("rpe_share")):
         settings.pop("rpe_share", None)
-    sharing = request.rpe_share or str(settings.get("rpe_share") or "auto")
-    _check_encoding_weights(request.rpe, checkpoint, train_length, sharing)
-    missing = {key: value for key, value in settings.items() if getattr(request, key) is None}
-    return replace(request, **missing, extra=extra)
+    sharing = config.rpe_share or str(settings.get("rpe_share") or "auto")
+    _check_encoding_weights(config.rpe, checkpoint, train_length, sharing)
+    missing = {key: value for key, value in settings.items() if getattr(config, key) is None}
+    return replace(config, **missing, extra=extra)
 
 
 def _check_checkpoint(checkpoint: RpeCheckpoint, data: Path) -> int:
@@ -147,20 +147,20 @@ def _check_checkpoint(checkpoint: RpeCheckpoint, data: Path) -> int:
 
 
 def _flag_names(words: Sequence[str]) -> set[str]:
-    """Return the flags among words of a command line, without values that are joined to them by ``=``."""
-    return {word.partition("=")[0] for word in words}
+    """Return the flags among words of a command line, without their values."""
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
 
 
-def _add_architecture_flags(request: TrainingRequest, arch: str, flags: Sequence[str]) -> tuple[str, ...]:
+def _add_architecture_flags(config: TrainingConfig, arch: str, flags: Sequence[str]) -> tuple[str, ...]:
     """Return ``extra`` with the flags by which the checkpoint's model differs from its named architecture.
 
-    They are added all or none: none if ``extra`` already sets one of them, or if the request names another
+    They are added all or none: none if ``extra`` already sets one of them, or if the configuration names another
     architecture, because the others alone would describe neither model.
     """
-    has_same_arch = request.arch is None or full_arch_name(request.arch) == arch
-    if not has_same_arch or _flag_names(request.extra) & set(flags):
-        return request.extra
-    return (*flags, *request.extra)
+    has_same_arch = config.arch is None or full_arch_name(config.arch) == arch
+    if not has_same_arch or _flag_names(config.extra) & set(flags):
+        return config.extra
+    return (*flags, *config.extra)
 
 
 def _decoder_size(checkpoint: RpeCheckpoint) -> tuple[int, int, int]:

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import IO
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.runs import processes, training_data
+from fairseq_rpe.runs import processes
 from fairseq_rpe.runs.child_output import ChildExit, OutputRelay
+from fairseq_rpe.runs.defaults import defaults_for
+from fairseq_rpe.runs.fairseq_flags import training_flags
 from fairseq_rpe.runs.progress_view import ProgressView
-from fairseq_rpe.runs.settings import PROGRESS, ResolvedSettings, TrainingPlan, TrainingRequest
+from fairseq_rpe.runs.settings import TrainingPlan
+from fairseq_rpe.runs.training_config import TrainingConfig
 from fairseq_rpe.utils import devices
 from fairseq_rpe.utils.child_processes import module_command, python_command
-from fairseq_rpe.utils.files import PACKAGE_DIR
 
 # A port of the first node for each SLURM job, derived from the job's number, so that jobs on one machine differ.
 _FIRST_PORT, _PORTS = 20000, 10000
@@ -46,11 +48,11 @@ class Node:
         return self.rank == "0"
 
 
-def current_node(request: TrainingRequest) -> Node:
-    """Identify this node from the request or, without ``node_rank`` and ``master``, from SLURM's environment.
+def current_node(config: TrainingConfig) -> Node:
+    """Identify this node from the configuration or, without ``node_rank`` and ``master``, from SLURM's environment.
 
     Args:
-        request: options of the training.
+        config: configuration of the training.
 
     Returns:
         The node.
@@ -58,28 +60,28 @@ def current_node(request: TrainingRequest) -> Node:
     Raises:
         UserError: rank or address are unknown, or do not fit ``--nodes``.
     """
-    nodes = request.nodes
+    nodes = config.nodes
     if nodes == 1:
-        if request.node_rank is not None or request.master is not None:
+        if config.node_rank is not None or config.master is not None:
             raise UserError("--node-rank and --master are for several nodes: give --nodes too")
         return Node()
     if "SLURM_NNODES" in os.environ and int(os.environ["SLURM_NNODES"]) != nodes:
         raise UserError(f"--nodes {nodes}: this SLURM job has {os.environ['SLURM_NNODES']}: give --nodes as many")
-    rank = os.environ.get("SLURM_NODEID") if request.node_rank is None else str(request.node_rank)
+    rank = os.environ.get("SLURM_NODEID") if config.node_rank is None else str(config.node_rank)
     if rank is None:
         raise UserError(f"--nodes {nodes}: name this one with --node-rank 0 to {nodes - 1}")
     if int(rank) >= nodes:
         raise UserError(f"--node-rank {rank}: {nodes} nodes are numbered 0 to {nodes - 1}")
-    master = request.master or _slurm_master()
+    master = config.master or _slurm_master()
     if master is None:
         raise UserError(f"--nodes {nodes}: give the address of the first node with --master HOST:PORT")
     return Node(rank, master)
 
 
-def slurm_node(request: TrainingRequest) -> Node:
+def slurm_node(config: TrainingConfig) -> Node:
     """Return the node of a future SLURM job as shell expressions for :func:`shell_line`."""
     port = f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
-    return Node(_NODE_RANK, f"{_MASTER}:{port}") if request.nodes > 1 else Node()
+    return Node(_NODE_RANK, f"{_MASTER}:{port}") if config.nodes > 1 else Node()
 
 
 def shell_line(words: list[str]) -> str:
@@ -101,113 +103,43 @@ def _slurm_master() -> str | None:
     return f"{SlurmJobEnvironment().hostnames[0]}:{_FIRST_PORT + int(re.sub('[^0-9]', '', job)) % _PORTS}"
 
 
-def training_command(request: TrainingRequest, plan: TrainingPlan, node: Node, gpus: int) -> list[str]:
+def training_command(config: TrainingConfig, plan: TrainingPlan, node: Node, gpus: int) -> list[str]:
     """Return the command that trains on a node.
 
     Args:
-        request: options of the training.
-        plan: settings and numbers of updates that the request resolves to.
+        config: configuration of the training.
+        plan: settings and numbers of updates that the configuration resolves to.
         node: the node.
         gpus: number of GPUs on this node to train on; 0 for processors.
 
     Returns:
         Program and arguments.
     """
-    flags = _fairseq_flags(request, plan)
-    if request.world_size == 1:
-        on_cpu = ["--cpu"] if request.device == "cpu" else []
+    flags = training_flags(config, plan)
+    if config.world_size == 1:
+        on_cpu = ["--cpu"] if config.device == "cpu" else []
         return module_command("fairseq_rpe.runs.launch", *flags, *on_cpu, "--distributed-world-size", "1")
-    torchrun = module_command("torch.distributed.run", "--nproc-per-node", str(request.nproc))
+    torchrun = module_command("torch.distributed.run", "--nproc-per-node", str(config.nproc))
     if node.master is None:
         torchrun.append("--standalone")
     else:
         host, _, port = node.master.rpartition(":")
-        torchrun += ["--nnodes", str(request.nodes), "--node-rank", node.rank]
+        torchrun += ["--nnodes", str(config.nodes), "--node-rank", node.rank]
         torchrun += ["--master-addr", host, "--master-port", port]
     # fairseq's default wraps torch's DistributedDataParallel with a GPU, so processors need legacy_ddp
     device_flags = [] if gpus else ["--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
-    world = ["--distributed-world-size", str(request.world_size)]
+    world = ["--distributed-world-size", str(config.world_size)]
     # torchrun starts the interpreter itself, and its children inherit PYTHONSAFEPATH; words after ``sys.executable -P``
     # are a script
     trainer = [*python_command()[2:], "-m", "fairseq_rpe.runs.launch"]
     return [*torchrun, *trainer, *flags, *device_flags, *world]
 
 
-def _fairseq_flags(request: TrainingRequest, plan: TrainingPlan) -> list[str]:
-    """Return the flags of fairseq-train, without those for devices and processes."""
-    s = plan.settings
-    flags = _task_flags(request, s)
-    flags += ["--user-dir", str(PACKAGE_DIR), "--arch", s.arch]
-    flags += ["--rpe", s.rpe, "--rpe-share", s.rpe_share, "--attention-backend", request.attention_backend]
-    flags += ["--positions-train", s.positions_train]
-    flags += _batch_flags(s)
-    flags += _optimiser_flags(s)
-    flags += ["--dropout", repr(s.dropout), "--seed", str(s.seed), "--max-update", str(plan.updates)]
-    flags += ["--save-dir", str(request.out), "--save-interval-updates", str(plan.save_every)]
-    flags += ["--keep-interval-updates", "1", "--no-epoch-checkpoints", "--num-workers", "0"]
-    log_format = "json" if request.log_format == PROGRESS else request.log_format
-    flags += ["--log-format", log_format, "--log-interval", str(request.log_interval)]
-    optional = {
-        "--compute-dtype": s.compute_dtype,
-        "--positions-eval": s.positions_eval,
-        "--rpe-module": request.rpe_module,
-        "--finetune-from-model": request.finetune_from,
-        "--tensorboard-logdir": request.tensorboard,
-        "--rpe-log-encodings-every": request.log_encodings_every,
-        "--attention-dropout": s.attention_dropout,
-        "--activation-dropout": s.activation_dropout,
-        "--activation-fn": s.activation_fn,
-    }
-    for flag, value in optional.items():
-        flags += [flag, str(value)] if value else []
-    flags += ["--share-decoder-input-output-embed"] if s.share_embeddings else []
-    return flags + list(request.extra)
-
-
-def _task_flags(request: TrainingRequest, s: ResolvedSettings) -> list[str]:
-    """Return the flags for the data and the criterion: a generated task, questions, or text."""
-    if request.algorithm:
-        return ["--task", "rpe_algorithmic", "--algorithm", s.data or "", "--criterion", "answer_cross_entropy"]
-    tokens = ["--tokens-per-sample", str(s.tokens)]
-    if training_data.is_question_data(request.data):
-        return [str(request.data), "--task", "rpe_answers", "--criterion", "answer_cross_entropy", *tokens]
-    if s.blocks is not None or s.separate_documents:
-        flags = [str(request.data), "--task", "rpe_language_modeling", "--criterion", "lm_cross_entropy"]
-        flags += ["--blocks", s.effective("blocks"), *(["--separate-documents"] if s.separate_documents else [])]
-        return [*flags, *tokens]
-    flags = [str(request.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
-    return [*flags, "--sample-break-mode", "none", *tokens]
-
-
-def _batch_flags(s: ResolvedSettings) -> list[str]:
-    """Return the flags for the size of a batch and the number of accumulated batches."""
-    if s.blocks == "document":
-        # rows of single documents may be short, so the batch is limited in tokens
-        flags = ["--max-tokens", str(s.batch_sentences * s.tokens), "--required-batch-size-multiple", "1"]
-    else:
-        flags = ["--batch-size", str(s.batch_sentences)]
-    return [*flags, "--update-freq", str(s.update_freq)]
-
-
-def _optimiser_flags(s: ResolvedSettings) -> list[str]:
-    """Return the flags for Adam and the learning-rate schedule."""
-    flags = ["--optimizer", "adam", "--adam-betas", str(s.effective("betas"))]
-    flags += ["--weight-decay", repr(s.effective("weight_decay")), "--clip-norm", repr(s.effective("clip_norm"))]
-    flags += ["--lr", repr(s.lr), "--warmup-updates", str(s.warmup)]
-    if s.schedule == "linear":
-        return [*flags, "--lr-scheduler", "polynomial_decay", "--total-num-update", str(s.last_update)]
-    if s.schedule == "cosine":
-        flags += ["--lr-scheduler", "cosine", "--min-lr", repr(s.effective("min_lr"))]
-    else:
-        flags += ["--lr-scheduler", "inverse_sqrt"]
-    return [*flags, "--warmup-init-lr", "1e-7"]
-
-
-def count_gpus(request: TrainingRequest, dry: bool = False) -> int:
+def count_gpus(config: TrainingConfig, dry: bool = False) -> int:
     """Return the number of GPUs on this machine that a training uses.
 
     Args:
-        request: options of the training.
+        config: configuration of the training.
         dry: whether the training only is described, perhaps for another machine: then nothing is checked.
 
     Returns:
@@ -216,20 +148,21 @@ def count_gpus(request: TrainingRequest, dry: bool = False) -> int:
     Raises:
         UserError: there are fewer GPUs or cores than requested.
     """
-    if request.device == "auto" and request.world_size == 1:
+    if config.device == "auto" and config.world_size == 1:
         return 0
     if dry:
-        counts = {"cpu": 0, "cuda": request.nproc}
-        return counts[request.device] if request.device in counts else len(devices.gpu_names())
-    count = len(devices.visible_gpus(request.device, request.nproc))
-    if not count and request.nproc > (most := max(16, 4 * processes.available_cores())):
-        raise UserError(f"--nproc {request.nproc}: the {processes.available_cores()} cores here take {most} at most")
+        counts = {"cpu": 0, "cuda": config.nproc}
+        return counts[config.device] if config.device in counts else len(devices.gpu_names())
+    count = len(devices.visible_gpus(config.device, config.nproc))
+    if not count and config.nproc > (most := max(16, 4 * processes.available_cores())):
+        raise UserError(f"--nproc {config.nproc}: the {processes.available_cores()} cores here take {most} at most")
     return count
 
 
-def threads_per_process(request: TrainingRequest) -> str:
+def threads_per_process(config: TrainingConfig) -> str:
     """Return the threads of each process: OMP_NUM_THREADS, the default of the architecture, or a share of the cores."""
-    number = request.defaults.threads or max(1, processes.available_cores() // request.nproc)
+    defaults = defaults_for(config.arch or "tiny", config.algorithm is not None)
+    number = defaults.threads or max(1, processes.available_cores() // config.nproc)
     return os.environ.get("OMP_NUM_THREADS", str(number))
 
 
@@ -250,7 +183,7 @@ def malloc_settings(gpus: int) -> dict[str, str]:
 
 
 def launch_training(
-    request: TrainingRequest,
+    config: TrainingConfig,
     plan: TrainingPlan,
     node: Node,
     inherited: list[int],
@@ -260,8 +193,8 @@ def launch_training(
     """Run fairseq-train on this node until it ends.
 
     Args:
-        request: options of the training.
-        plan: settings and numbers of updates that the request resolves to.
+        config: configuration of the training.
+        plan: settings and numbers of updates that the configuration resolves to.
         node: this node.
         inherited: file descriptors that the training keeps open, so that their locks last as long as it does.
         log: file that takes the output; see :class:`~fairseq_rpe.runs.child_output.OutputRelay`.
@@ -270,11 +203,11 @@ def launch_training(
     Returns:
         How the training ended.
     """
-    gpus = count_gpus(request)
-    environment = {"OMP_NUM_THREADS": threads_per_process(request)} | malloc_settings(gpus)
+    gpus = count_gpus(config)
+    environment = {"OMP_NUM_THREADS": threads_per_process(config)} | malloc_settings(gpus)
     # one pipe for both streams keeps the order of their lines
     errors = None if view is not None or _share_output() else subprocess.PIPE
-    command = training_command(request, plan, node, gpus)
+    command = training_command(config, plan, node, gpus)
     child = processes.spawn(command, environment, log=subprocess.PIPE, keep_open=inherited, errors=errors)
     relay = OutputRelay(child, log, view)
     try:

@@ -16,7 +16,8 @@ from fairseq_rpe.encodings.model import build_for_model, load_weights
 from fairseq_rpe.encodings.rope_extrapolation import check_trained_rotation, is_region_rope
 from fairseq_rpe.positions.position_transforms import PositionTransforms, check_transforms
 from fairseq_rpe.runs.reserved_flags import flag_values
-from fairseq_rpe.runs.settings import IDENTITY, TrainingPlan, TrainingRequest
+from fairseq_rpe.runs.settings import TrainingPlan
+from fairseq_rpe.runs.training_config import IDENTITY, TrainingConfig
 from fairseq_rpe.utils import devices
 
 _LENGTH = "--rpe-train-length"
@@ -34,17 +35,17 @@ class ModelSize(NamedTuple):
     heads: int
 
 
-def model_size(request: TrainingRequest) -> ModelSize:
-    """Read the size of the model that a request trains from its architecture and its flags for fairseq-train.
+def model_size(config: TrainingConfig) -> ModelSize:
+    """Read the size of the model that a configuration trains from its architecture and its flags for fairseq-train.
 
     Args:
-        request: options of the training; another package's architecture must be registered by ``rpe_module``.
+        config: configuration of the training; another package's architecture must be registered by ``rpe_module``.
 
     Returns:
         Layers, model width and attention heads.
     """
-    arch = request.arch or "tiny"
-    stated = flag_values(request.extra, (*_SIZES, _LAYERS_TO_KEEP))
+    arch = config.arch or "tiny"
+    stated = flag_values(config.extra, (*_SIZES, _LAYERS_TO_KEEP))
     changed = {flag: int(value) for flag, value in stated.items() if value.isdecimal()}
     named = find_size(arch)
     default = ModelSize(*named[:3]) if named is not None else _registered_size(full_arch_name(arch), changed)
@@ -63,13 +64,13 @@ def _registered_size(arch: str, changed: Mapping[str, int]) -> ModelSize:
     return ModelSize(args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads)
 
 
-def model_encodings(request: TrainingRequest, plan: TrainingPlan, spec: str | None = None) -> list[Encoding]:
-    """Build the encodings of the first two layers of the model that a request trains.
+def model_encodings(config: TrainingConfig, plan: TrainingPlan, spec: str | None = None) -> list[Encoding]:
+    """Build the encodings of the first two layers of the model that a configuration trains.
 
     Args:
-        request: options of the training.
-        plan: settings and numbers of updates that the request resolves to.
-        spec: encoding that replaces the request's.
+        config: configuration of the training.
+        plan: settings and numbers of updates that the configuration resolves to.
+        spec: encoding that replaces the configuration's.
 
     Returns:
         One encoding if the layers share it, else one for each of at most two layers.
@@ -77,26 +78,26 @@ def model_encodings(request: TrainingRequest, plan: TrainingPlan, spec: str | No
     Raises:
         UserError: the encoding, its options or its sharing are not valid for this model.
     """
-    size = model_size(request)
-    length = flag_values(request.extra, [_LENGTH]).get(_LENGTH, "")
-    dictionary = request.data / "dict.txt" if request.data is not None else None
+    size = model_size(config)
+    length = flag_values(config.extra, [_LENGTH]).get(_LENGTH, "")
+    dictionary = config.data / "dict.txt" if config.data is not None else None
     return build_for_model(
-        spec or request.rpe,
+        spec or config.rpe,
         size.heads,
         size.width,
         min(size.layers, REPRESENTATIVE_LAYERS),
         int(length) if length.isdecimal() else plan.settings.tokens,
         read_dictionary(dictionary) if dictionary is not None and dictionary.is_file() else None,
-        request.rpe_share or "auto",
+        config.rpe_share or "auto",
     )
 
 
-def check_model(request: TrainingRequest, plan: TrainingPlan) -> list[Encoding]:
-    """Check that the model of a request can be built: encoding, sharing, position transforms and attention backend.
+def check_model(config: TrainingConfig, plan: TrainingPlan) -> list[Encoding]:
+    """Check that a model can be built: its encoding, sharing, position transforms and attention backend.
 
     Args:
-        request: options of the training; its ``rpe_module`` is loaded.
-        plan: settings and numbers of updates that the request resolves to.
+        config: configuration of the training; its ``rpe_module`` is loaded.
+        plan: settings and numbers of updates that the configuration resolves to.
 
     Returns:
         The encodings of the model, as :func:`model_encodings` builds them.
@@ -104,19 +105,19 @@ def check_model(request: TrainingRequest, plan: TrainingPlan) -> list[Encoding]:
     Raises:
         UserError: the model cannot be built.
     """
-    if request.rpe_module is not None:
-        encodings.load_module(request.rpe_module)
-    built = model_encodings(request, plan)
-    _check_combination(request, plan, request.rpe, built, request.positions_eval)
+    if config.rpe_module is not None:
+        encodings.load_module(config.rpe_module)
+    built = model_encodings(config, plan)
+    _check_combination(config, plan, config.rpe, built, config.positions_eval)
     return built
 
 
-def check_evaluation(request: TrainingRequest, plan: TrainingPlan, rpe: str | None, positions: str | None) -> None:
-    """Check that the finished model of a request can be evaluated with another encoding or other positions.
+def check_evaluation(config: TrainingConfig, plan: TrainingPlan, rpe: str | None, positions: str | None) -> None:
+    """Check that the finished model of a configuration can be evaluated with another encoding or other positions.
 
     Args:
-        request: options of the training.
-        plan: settings and numbers of updates that the request resolves to.
+        config: configuration of the training.
+        plan: settings and numbers of updates that the configuration resolves to.
         rpe: the encoding of the evaluation, None for that of the training.
         positions: the position transform of the evaluation, None for that of the training.
 
@@ -124,10 +125,10 @@ def check_evaluation(request: TrainingRequest, plan: TrainingPlan, rpe: str | No
         UserError: the encoding has other parameters than the trained one, rotates otherwise, or cannot be combined
             with the positions or the attention backend of the model.
     """
-    built = model_encodings(request, plan, rpe)
-    _check_combination(request, plan, rpe or request.rpe, built, positions or request.positions_eval)
+    built = model_encodings(config, plan, rpe)
+    _check_combination(config, plan, rpe or config.rpe, built, positions or config.positions_eval)
     if rpe is not None:
-        check_replacement(built, rpe, request.rpe, [layer.state_dict() for layer in model_encodings(request, plan)])
+        check_replacement(built, rpe, config.rpe, [layer.state_dict() for layer in model_encodings(config, plan)])
 
 
 def check_replacement(
@@ -155,15 +156,15 @@ def check_replacement(
 
 
 def _check_combination(
-    request: TrainingRequest, plan: TrainingPlan, spec: str, built: list[Encoding], positions: str | None
+    config: TrainingConfig, plan: TrainingPlan, spec: str, built: list[Encoding], positions: str | None
 ) -> None:
     """Check that the encoding fits the position transforms and the attention backend, as the model does."""
     length = built[0].length or plan.settings.tokens
-    transforms = PositionTransforms(request.positions_train or IDENTITY, positions or "", length, request.seed, rank=0)
+    transforms = PositionTransforms(config.positions_train or IDENTITY, positions or "", length, config.seed, rank=0)
     check_transforms(transforms, built[0], spec)
-    choose_backend(request.attention_backend, built)
-    if request.separate_documents:
-        check_separate_documents(built[0], spec, (request.positions_train, positions))
+    choose_backend(config.attention_backend, built)
+    if config.separate_documents:
+        check_separate_documents(built[0], spec, (config.positions_train, positions))
 
 
 def check_separate_documents(encoding: Encoding, rpe: str, transforms: Iterable[str | None]) -> None:
@@ -188,17 +189,17 @@ def check_separate_documents(encoding: Encoding, rpe: str, transforms: Iterable[
         )
 
 
-def check_backend(request: TrainingRequest) -> None:
-    """Check that the attention backend of a request can train on this machine.
+def check_backend(config: TrainingConfig) -> None:
+    """Check that the attention backend of a configuration can train on this machine.
 
     Args:
-        request: options of the training.
+        config: configuration of the training.
 
     Raises:
         UserError: the backend does not exist, or has no backward pass on the device of the training.
     """
-    name = request.attention_backend
+    name = config.attention_backend
     choose_backend(name)
     if name in ("flex", "triton"):  # the other backends train on every device
-        is_on_cpu = request.device == "cpu" or not devices.gpu_names()
+        is_on_cpu = config.device == "cpu" or not devices.gpu_names()
         check_training(name, "cpu" if is_on_cpu else "cuda")

@@ -9,6 +9,7 @@ from typing import Literal
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.renamed import LAST_COMMIT_OF_OLD_LAYOUT
 from fairseq_rpe.runs.settings import RunSettings, TrainingPlan
+from fairseq_rpe.runs.training_config import TrainingConfig, read_config
 from fairseq_rpe.utils import records
 from fairseq_rpe.utils.files import sha256_of_files
 from fairseq_rpe.utils.json_files import read_json, write_json
@@ -114,6 +115,27 @@ def check_layout(record: Mapping[str, object], path: Path, kind: str) -> None:
         )
 
 
+def read_run_config(path: Path) -> TrainingConfig:
+    """Read the configuration in run.json.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UserError: the file is missing or damaged, has another layout, or records no configuration.
+    """
+    if not path.is_file():
+        raise UserError(f"--from-run {path} {'is not a file' if path.exists() else 'does not exist'}: name a run.json")
+    record = read_json(path)
+    check_layout(record, path, "run")
+    if "config" not in record:
+        raise UserError(f"{path} records no configuration: start the training with its options instead")
+    return read_config(record["config"], str(path))
+
+
 class CheckpointFolder:
     """Folder of a run's checkpoints and records, ``--out`` of ``train``.
 
@@ -152,14 +174,28 @@ class CheckpointFolder:
         check_layout(record, path, "run")
         return records.read_record(RunRecord, record, str(path), "the run", strict=False)
 
-    def write_record(self, plan: TrainingPlan, finished: FinishedTraining | None = None) -> None:
+    def write_config(self, config: TrainingConfig) -> None:
+        """Write a configuration to run.json, from which ``train --from-run`` starts; settings that it has stay.
+
+        Args:
+            config: configuration of the training.
+        """
+        record = read_json(self.record_path) if self.record_path.exists() else {}
+        if record.get("config") != config.to_dict():
+            write_json(self.record_path, {**record, "layout": LAYOUT, "config": config.to_dict()})
+
+    def write_record(
+        self, config: TrainingConfig, plan: TrainingPlan, finished: FinishedTraining | None = None
+    ) -> None:
         """Write run.json.
 
         Args:
+            config: configuration of the training.
             plan: settings and number of updates of the training.
             finished: end of the training, None before it.
         """
-        record = {"layout": LAYOUT, "settings": plan.settings.to_dict(), "updates": plan.updates}
+        record = {"layout": LAYOUT, "config": config.to_dict(), "settings": plan.settings.to_dict()}
+        record["updates"] = plan.updates
         write_json(self.record_path, record if finished is None else {**record, "finished": records.to_dict(finished)})
 
     def finished_digest(self, plan: TrainingPlan) -> str | None:

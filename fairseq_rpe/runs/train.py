@@ -1,4 +1,4 @@
-"""Run a training to its end; the same request resumes a training that was stopped."""
+"""Run a training to its end; the same config resumes a training that was stopped."""
 
 import contextlib
 import datetime
@@ -18,107 +18,110 @@ from fairseq_rpe.runs.launch import Node
 from fairseq_rpe.runs.model_check import REPRESENTATIVE_LAYERS, check_backend, check_model, check_replacement
 from fairseq_rpe.runs.progress_view import ProgressView, TerminalProgressView
 from fairseq_rpe.runs.run_folder import CheckpointFolder, FinishedTraining
-from fairseq_rpe.runs.settings import PROGRESS, TrainingPlan, TrainingRequest
+from fairseq_rpe.runs.settings import TrainingPlan
+from fairseq_rpe.runs.training_config import PROGRESS, TrainingConfig
 from fairseq_rpe.utils.files import exclusive_lock, sha256_of_files
 from fairseq_rpe.utils.output_checks import check_output_folder
 
 
-def check_training(request: TrainingRequest, plan: TrainingPlan) -> None:
+def check_training(config: TrainingConfig, plan: TrainingPlan) -> None:
     """Check everything that would make a training fail after it has started.
 
     Args:
-        request: options of the training.
-        plan: settings and numbers of updates that the request resolves to.
+        config: configuration of the training.
+        plan: settings and numbers of updates that the configuration resolves to.
 
     Raises:
         UserError: fairseq is missing, the model cannot be built, there is no bias to log, or the checkpoint to start
             from, a GPU or an output folder cannot be used.
     """
     require_fairseq()
-    encodings = check_model(request, plan)
-    if request.log_encodings_every and not encodings[0].adds_bias:
+    encodings = check_model(config, plan)
+    if config.log_encodings_every and not encodings[0].adds_bias:
         raise UserError(
-            f"--log-encodings-every: '{request.rpe}' has no bias: drop the flag, or name an encoding with a bias"
+            f"--log-encodings-every: '{config.rpe}' has no bias: drop the flag, or name an encoding with a bias"
         )
-    check_backend(request)
-    if request.finetune_from is not None:
-        _check_start_checkpoint(request, request.finetune_from, encodings)
-    launch.count_gpus(request)  # raises UserError if there are too few
-    folder = CheckpointFolder(request.out)
+    check_backend(config)
+    if config.finetune_from is not None:
+        _check_start_checkpoint(config, config.finetune_from, encodings)
+    launch.count_gpus(config)  # raises UserError if there are too few
+    folder = CheckpointFolder(config.out)
     names = (folder.last.name, folder.record_path.name)
-    check_output_folder(request.out, (*names, folder.log.name) if request.log_format == PROGRESS else names, "--out")
-    if request.tensorboard is not None:
-        check_output_folder(request.tensorboard, flag="--tensorboard")
+    check_output_folder(config.out, (*names, folder.log.name) if config.log_format == PROGRESS else names, "--out")
+    if config.tensorboard is not None:
+        check_output_folder(config.tensorboard, flag="--tensorboard")
 
 
-def _check_start_checkpoint(request: TrainingRequest, path: Path, encodings: list[Encoding]) -> None:
+def _check_start_checkpoint(config: TrainingConfig, path: Path, encodings: list[Encoding]) -> None:
     """Check that a training can start from a checkpoint: its size, vocabulary and the parameters of its encoding."""
     checkpoint_file.check_file(path)
     checkpoint = checkpoints.load(path)
     check_model_size(checkpoint)
-    if request.data is not None:
-        check_vocabulary(checkpoint, read_dictionary(request.data / "dict.txt"), request.data)
+    if config.data is not None:
+        check_vocabulary(checkpoint, read_dictionary(config.data / "dict.txt"), config.data)
     trained = checkpoint.encoding_weights[:REPRESENTATIVE_LAYERS]
-    check_replacement(encodings, request.rpe, checkpoint.encoding, trained, further=True)
+    check_replacement(encodings, config.rpe, checkpoint.encoding, trained, further=True)
 
 
-def train(request: TrainingRequest, plan: TrainingPlan, node: Node) -> None:
+def train(config: TrainingConfig, plan: TrainingPlan, node: Node) -> None:
     """Train to the last update and record that the run is finished.
 
     All nodes must see the folder; the first node alone locks it and writes the record and train.log. Further nodes
     write logs of their own.
 
     Args:
-        request: options of the training.
-        plan: settings and numbers of updates that the request resolves to.
+        config: configuration of the training.
+        plan: settings and numbers of updates that the configuration resolves to.
         node: this node.
 
     Raises:
         UserError: the folder holds another run or is in use, or the training failed.
     """
-    folder = CheckpointFolder(request.out)
+    folder = CheckpointFolder(config.out)
     if not node.is_first:
-        _train_further_node(request, plan, node, folder)
+        _train_further_node(config, plan, node, folder)
         return
     with exclusive_lock(folder.lock, f"another process is training in {folder.path}: wait for it or stop it") as held:
-        done, is_new = _recover_updates(folder, plan), not folder.record_path.exists()
+        done, is_new = _recover_updates(folder, plan), not folder.environment.exists()
         if done < plan.updates:
             log_size = folder.log.stat().st_size if folder.log.exists() else 0
-            with _open_outputs(request, plan, node, folder, done) as (log, view):
-                folder.write_record(plan)
-                folder.add_start(environment.current_start(done, launch.threads_per_process(request), request.device))
-                ending = launch.launch_training(request, plan, node, [held], log, view)
+            with _open_outputs(config, plan, node, folder, done) as (log, view):
+                folder.write_record(config, plan)
+                folder.add_start(environment.current_start(done, launch.threads_per_process(config), config.device))
+                ending = launch.launch_training(config, plan, node, [held], log, view)
             if is_new and ending.code and not ending.began_training:
                 # A wrong flag, for example: the folder must not refuse the corrected training as another run.
                 _remove_records(folder, log_size if log else None)
             _raise_failure(ending)
-        _record_end(request, plan, folder)
+        _record_end(config, plan, folder)
 
 
-def _train_further_node(request: TrainingRequest, plan: TrainingPlan, node: Node, folder: CheckpointFolder) -> None:
+def _train_further_node(config: TrainingConfig, plan: TrainingPlan, node: Node, folder: CheckpointFolder) -> None:
     """Train on a node that is not the first, unless the folder has the last update already."""
     done, _ = checkpoints.find_newest(folder)
     if done < plan.updates:
-        with _open_outputs(request, plan, node, folder, 0) as (log, view):
-            _raise_failure(launch.launch_training(request, plan, node, [], log, view))
+        with _open_outputs(config, plan, node, folder, 0) as (log, view):
+            _raise_failure(launch.launch_training(config, plan, node, [], log, view))
 
 
-def _record_end(request: TrainingRequest, plan: TrainingPlan, folder: CheckpointFolder) -> None:
+def _record_end(config: TrainingConfig, plan: TrainingPlan, folder: CheckpointFolder) -> None:
     """Check that the last checkpoint has the last update, and record that the run is finished."""
     done = checkpoints.load(folder.last).num_updates
-    has_log = request.log_format == PROGRESS
+    has_log = config.log_format == PROGRESS
     if done != plan.updates:
         where = f"in {folder.log}" if has_log else "above"
         raise UserError(f"fairseq-train stopped at update {done} of {plan.updates}: see its messages {where}")
     best = sha256_of_files(folder.best) if folder.best.exists() else None
-    folder.write_record(plan, FinishedTraining(updates=done, checkpoint=sha256_of_files(folder.last), best=best))
+    folder.write_record(
+        config, plan, FinishedTraining(updates=done, checkpoint=sha256_of_files(folder.last), best=best)
+    )
     if has_log:
         print(f"{done:,} updates are done: {folder.last}, messages of fairseq-train: {folder.log}")
 
 
 @contextlib.contextmanager
 def _open_outputs(
-    request: TrainingRequest, plan: TrainingPlan, node: Node, folder: CheckpointFolder, done: int
+    config: TrainingConfig, plan: TrainingPlan, node: Node, folder: CheckpointFolder, done: int
 ) -> Iterator[tuple[IO[bytes] | None, ProgressView | None]]:
     """Open the log for fairseq-train's messages and the view that is shown in their place.
 
@@ -127,7 +130,7 @@ def _open_outputs(
     Yields:
         The log and the view. No log: the messages are shown only. No view: they are passed on to the terminal.
     """
-    if request.log_format != PROGRESS:
+    if config.log_format != PROGRESS:
         yield None, None
         return
     path = folder.log if node.is_first else folder.path / f"train-node{node.rank}.log"
@@ -141,10 +144,10 @@ def _open_outputs(
             yield log, None
             return
         if not node.is_first:
-            print(f"node {node.rank} of {request.nodes} has joined, its messages: {path}", flush=True)
+            print(f"node {node.rank} of {config.nodes} has joined, its messages: {path}", flush=True)
             yield log, ProgressView()
             return
-        yield log, TerminalProgressView(request.rpe, folder.path, plan.updates, done)
+        yield log, TerminalProgressView(config.rpe, folder.path, plan.updates, done)
 
 
 def _remove_records(folder: CheckpointFolder, log_size: int | None) -> None:

@@ -8,7 +8,8 @@ from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.questions import dataset, prompt
 from fairseq_rpe.questions.mixture import mixture_weights
 from fairseq_rpe.runs.reserved_flags import flag_values
-from fairseq_rpe.runs.settings import TrainingPlan, TrainingRequest, make_plan
+from fairseq_rpe.runs.settings import TrainingPlan, make_plan
+from fairseq_rpe.runs.training_config import TrainingConfig
 
 
 def is_question_data(data: Path | None) -> bool:
@@ -21,11 +22,11 @@ def data_digest(data: Path) -> str:
     return dataset.dataset_digest(data) if dataset.is_question_folder(data) else corpus.corpus_digest(data)
 
 
-def make_checked_plan(request: TrainingRequest) -> TrainingPlan:
-    """Check the data of a request and resolve it.
+def make_checked_plan(config: TrainingConfig) -> TrainingPlan:
+    """Check the data of a configuration and resolve it.
 
     Args:
-        request: options of the training.
+        config: configuration of the training.
 
     Returns:
         The plan of the training.
@@ -33,20 +34,20 @@ def make_checked_plan(request: TrainingRequest) -> TrainingPlan:
     Raises:
         UserError: neither or both of ``data`` and ``algorithm`` are given, or the data cannot be used.
     """
-    if (request.data is None) == (request.algorithm is None):
+    if (config.data is None) == (config.algorithm is None):
         raise UserError("name what to train on: either a DATA folder or --algorithm SPEC")
-    if request.data is None:
-        return make_plan(request, "")
-    corpus.check_folder(request.data, "train", "valid")
-    plan = make_plan(request, data_digest(request.data))
+    if config.data is None:
+        return make_plan(config, "")
+    corpus.check_folder(config.data, "train", "valid")
+    plan = make_plan(config, data_digest(config.data))
     tokens = plan.settings.tokens
-    if is_question_data(request.data):
-        if request.blocks is not None or request.separate_documents:
-            option = "--blocks" if request.blocks is not None else "--separate-documents"
-            raise UserError(f"{option} is for text, and {request.data} holds questions, each a row: drop it")
-        check_questions(request.data, tokens, request.extra)
+    if is_question_data(config.data):
+        if config.blocks is not None or config.separate_documents:
+            option = "--blocks" if config.blocks is not None else "--separate-documents"
+            raise UserError(f"{option} is for text, and {config.data} holds questions, each a row: drop it")
+        check_questions(config.data, tokens, config.extra)
     else:
-        check_blocks(request.data, tokens, request.blocks, bool(request.separate_documents))
+        check_blocks(config.data, tokens, config.blocks, bool(config.separate_documents))
     return plan
 
 

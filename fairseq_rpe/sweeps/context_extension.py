@@ -30,7 +30,8 @@ from fairseq_rpe.runs.checkpoints import RpeCheckpoint
 from fairseq_rpe.runs.defaults import default_warmup, defaults_for
 from fairseq_rpe.runs.model_check import check_backend
 from fairseq_rpe.runs.run_folder import RunFolder, check_no_sweep
-from fairseq_rpe.runs.settings import IDENTITY, TrainingPlan, TrainingRequest, make_plan
+from fairseq_rpe.runs.settings import TrainingPlan, make_plan
+from fairseq_rpe.runs.training_config import IDENTITY, TrainingConfig
 from fairseq_rpe.utils.files import remove_if_refused, write_via_temporary
 
 _PARAMETER_PREFIX = "decoder.encodings."
@@ -44,8 +45,8 @@ class Extension:
     Attributes:
         checkpoint: path of the original checkpoint.
         folder: folder of the extension.
-        request: options of the further training.
-        plan: what the request resolves to.
+        config: options of the further training.
+        plan: what the configuration resolves to.
         original_length: training length of the checkpoint, in tokens.
         lengths: lengths of the evaluation, in tokens.
         split: split of the text that results are computed on.
@@ -55,7 +56,7 @@ class Extension:
 
     checkpoint: Path
     folder: RunFolder
-    request: TrainingRequest
+    config: TrainingConfig
     plan: TrainingPlan
     original_length: int
     lengths: tuple[int, ...]
@@ -64,11 +65,11 @@ class Extension:
     has_new_parameters: bool
 
 
-def resolve_extension(request: TrainingRequest, lengths: tuple[int, ...] | None, split: str) -> Extension:
+def resolve_extension(config: TrainingConfig, lengths: tuple[int, ...] | None, split: str) -> Extension:
     """Resolve the options of ``fairseq-rpe extend``; open settings are those of the checkpoint.
 
     Args:
-        request: options with ``finetune_from``, ``data`` and ``tokens``; an empty ``rpe`` is the checkpoint's encoding.
+        config: options with ``finetune_from``, ``data`` and ``tokens``; an empty ``rpe`` is the checkpoint's encoding.
         lengths: lengths of the evaluation, to which the original training length is added; None for its doubles up to
             the largest position of the training.
         split: split of the text that results are computed on.
@@ -79,38 +80,38 @@ def resolve_extension(request: TrainingRequest, lengths: tuple[int, ...] | None,
     Raises:
         UserError: the checkpoint, the data, the encoding or the length cannot be used.
     """
-    path, data, tokens = request.finetune_from, request.data, request.tokens
+    path, data, tokens = config.finetune_from, config.data, config.tokens
     assert path is not None and data is not None and tokens is not None
     checkpoint = checkpoints.load(path)
     check_language_model(checkpoint)
-    folder = RunFolder(request.out)
+    folder = RunFolder(config.out)
     _check_folders(folder, path, data, split)
     check_vocabulary(checkpoint, corpus.read_dictionary(data / "dict.txt"), data)
     original = checkpoint.train_length()
     if not original:
         raise UserError(f"{path} does not record its training length: train it again")
-    request = _with_defaults(request, checkpoint, tokens)
-    max_position = _check_length(request, checkpoint, original, tokens)
+    config = _with_defaults(config, checkpoint, tokens)
+    max_position = _check_length(config, checkpoint, original, tokens)
     # 64 doublings pass any position
     doubles = {tokens, *(original << k for k in range(64) if original << k <= max_position)}
     eval_lengths = tuple(sorted({original, *(lengths or doubles)}))
-    _check_blocks(request, data, tokens, split, max(eval_lengths))
-    request, new_parameters = _check_parameters(request, checkpoint, original, tokens)
-    request = replace(request, out=folder.checkpoints.path, extra=(*request.extra, "--rpe-train-length", str(original)))
-    plan = make_plan(request, data_digest := corpus.corpus_digest(data))
-    check_backend(request)
+    _check_blocks(config, data, tokens, split, max(eval_lengths))
+    config, new_parameters = _check_parameters(config, checkpoint, original, tokens)
+    config = replace(config, out=folder.checkpoints.path, extra=(*config.extra, "--rpe-train-length", str(original)))
+    plan = make_plan(config, data_digest := corpus.corpus_digest(data))
+    check_backend(config)
     start = folder.path / "begin.pt"
     with remove_if_refused(start):
         if new_parameters:
             # the training starts from another file now, which changes its plan
-            request = _write_start(start, request, checkpoint, new_parameters)
-            plan = make_plan(request, data_digest)
+            config = _write_start(start, config, checkpoint, new_parameters)
+            plan = make_plan(config, data_digest)
         if folder.checkpoints.finished_digest(plan) is None:
-            train.check_training(request, plan)
+            train.check_training(config, plan)
     return Extension(
         checkpoint=path,
         folder=folder,
-        request=request,
+        config=config,
         plan=plan,
         original_length=original,
         lengths=eval_lengths,
@@ -132,13 +133,13 @@ def _check_folders(folder: RunFolder, checkpoint: Path, data: Path, split: str) 
         raise UserError(f"{data} holds questions, not a text to read: use {command}")
 
 
-def _check_blocks(request: TrainingRequest, data: Path, tokens: int, split: str, longest: int) -> None:
+def _check_blocks(config: TrainingConfig, data: Path, tokens: int, split: str, longest: int) -> None:
     """Check that the text fills blocks of the training length, and of the longest one of the evaluation."""
-    training_data.check_blocks(data, tokens, request.blocks, bool(request.separate_documents))
+    training_data.check_blocks(data, tokens, config.blocks, bool(config.separate_documents))
     corpus.check_block_length(data, split, longest)
-    if request.blocks == "document" or request.separate_documents:
+    if config.blocks == "document" or config.separate_documents:
         corpus.check_documents(data, split)
-    if request.blocks == "document":
+    if config.blocks == "document":
         corpus.check_document_block(data, split, longest)
 
 
@@ -156,21 +157,21 @@ def run_extension(extension: Extension) -> dict[str, list[TextResult]]:
     Raises:
         UserError: the folder holds another run, or the training or an evaluation failed.
     """
-    request, run = extension.request, extension.folder.checkpoints
+    config, run = extension.config, extension.folder.checkpoints
     is_finished = run.finished_digest(extension.plan) is not None
-    overrides = {"positions_eval": request.positions_eval} if request.positions_eval else {}
-    name = request.rpe + (f", {request.positions_eval}" if overrides else "")
-    if request.rpe != extension.original_encoding:
-        overrides["rpe"] = request.rpe
+    overrides = {"positions_eval": config.positions_eval} if config.positions_eval else {}
+    name = config.rpe + (f", {config.positions_eval}" if overrides else "")
+    if config.rpe != extension.original_encoding:
+        overrides["rpe"] = config.rpe
     results = {f"{extension.original_encoding}, before": _results_before(extension, {})}
     if overrides and not extension.has_new_parameters:
         results[f"{name}, not trained"] = _results_before(extension, overrides)
     if is_finished:
         print(f"{run.path} already holds the finished run of {extension.plan.updates} updates")
     else:
-        train.train(request, extension.plan, launch.current_node(request))
-    transform = f", {request.positions_train}" if request.positions_train != IDENTITY else ""
-    label = f"{name}, trained at {request.tokens} tokens{transform}"
+        train.train(config, extension.plan, launch.current_node(config))
+    transform = f", {config.positions_train}" if config.positions_train != IDENTITY else ""
+    label = f"{name}, trained at {config.tokens} tokens{transform}"
     results[label] = list(_evaluate(extension, run.last, {}))
     return results
 
@@ -187,7 +188,7 @@ def _results_before(extension: Extension, overrides: Mapping[str, str]) -> list[
 
 
 def _evaluate(extension: Extension, path: Path, overrides: Mapping[str, str]) -> Iterator[TextResult]:
-    training, options = extension.request, dict[str, Any](overrides)
+    training, options = extension.config, dict[str, Any](overrides)
     assert training.data is not None
     request = TextRequest(
         checkpoint=path,
@@ -202,26 +203,26 @@ def _evaluate(extension: Extension, path: Path, overrides: Mapping[str, str]) ->
     yield from resume_results(TextResult, extension.folder.results, request.keys(), lambda _: make_evaluator(request))
 
 
-def _with_defaults(request: TrainingRequest, checkpoint: RpeCheckpoint, tokens: int) -> TrainingRequest:
-    """Fill a request with the model of the checkpoint, its encoding and positions, and defaults for the schedule."""
+def _with_defaults(config: TrainingConfig, checkpoint: RpeCheckpoint, tokens: int) -> TrainingConfig:
+    """Fill a configuration with the checkpoint's model, encoding and positions, and defaults for the schedule."""
     settings: dict[str, Any] = from_checkpoint.architecture_settings(checkpoint)
-    if not (request.positions_train or request.positions_eval):
+    if not (config.positions_train or config.positions_eval):
         settings |= {key: checkpoint.model.get(key) for key in ("positions_train", "positions_eval")}
     training_defaults = defaults_for(settings["arch"], algorithm=False)
     trained_length = _trained_length(checkpoint)
     schedule = _TINY_DEFAULTS if find_size(settings["arch"]) == find_size("tiny") else _DEFAULTS
     defaults = {
         **schedule,
-        "warmup": default_warmup(schedule["warmup"], request.updates or schedule["updates"]),
+        "warmup": default_warmup(schedule["warmup"], config.updates or schedule["updates"]),
         "lr": training_defaults.lr / 4,
         "batch_sentences": max(1, training_defaults.batch_sentences * trained_length // max(tokens, 1)),
     }
-    settings |= {key: value for key, value in defaults.items() if getattr(request, key) is None}
-    settings["positions_train"] = settings.get("positions_train") or request.positions_train or IDENTITY
+    settings |= {key: value for key, value in defaults.items() if getattr(config, key) is None}
+    settings["positions_train"] = settings.get("positions_train") or config.positions_train or IDENTITY
     settings["blocks"] = blocks if (blocks := training_blocks(checkpoint)) != "stream" else None
     settings["separate_documents"] = separates_documents(checkpoint) or None
-    rpe = checkpoint.complete_spec(request.rpe) if request.rpe else checkpoint.encoding
-    return replace(request, **settings, rpe=rpe)
+    rpe = checkpoint.complete_spec(config.rpe) if config.rpe else checkpoint.encoding
+    return replace(config, **settings, rpe=rpe)
 
 
 def _trained_length(checkpoint: RpeCheckpoint) -> int:
@@ -230,16 +231,16 @@ def _trained_length(checkpoint: RpeCheckpoint) -> int:
     return max(tokens if isinstance(tokens, int) else 0, checkpoint.train_length() or 0)
 
 
-def _check_length(request: TrainingRequest, checkpoint: RpeCheckpoint, original: int, tokens: int) -> int:
+def _check_length(config: TrainingConfig, checkpoint: RpeCheckpoint, original: int, tokens: int) -> int:
     """Return the number of positions that the further training covers.
 
     Raises UserError: it is not larger than that of the earlier training, or smaller than ``tokens``.
     """
-    transform = positions.build(request.positions_train or IDENTITY, original)
+    transform = positions.build(config.positions_train or IDENTITY, original)
     trained, limit = _trained_length(checkpoint), transform.max_length
     if limit is not None and limit < tokens:
         raise UserError(
-            f"--positions-train {request.positions_train} ends at {limit} positions: fewer than --tokens {tokens}"
+            f"--positions-train {config.positions_train} ends at {limit} positions: fewer than --tokens {tokens}"
         )
     count = tokens
     if transform.random:
@@ -253,22 +254,22 @@ def _check_length(request: TrainingRequest, checkpoint: RpeCheckpoint, original:
 
 
 def _check_parameters(
-    request: TrainingRequest, checkpoint: RpeCheckpoint, original: int, tokens: int
-) -> tuple[TrainingRequest, Mapping[str, Tensor]]:
-    """Return the request with a valid ``rpe_share``, and the initialised parameters that the checkpoint lacks.
+    config: TrainingConfig, checkpoint: RpeCheckpoint, original: int, tokens: int
+) -> tuple[TrainingConfig, Mapping[str, Tensor]]:
+    """Return the configuration with a valid ``rpe_share``, and the initialised parameters that the checkpoint lacks.
 
     Raises UserError: the encoding lacks parameters of the checkpoint, or is a table of positions without trained rows.
     """
-    path, option = checkpoint.path, f"--rpe {request.rpe}"
+    path, option = checkpoint.path, f"--rpe {config.rpe}"
     heads, width, layers = (
         checkpoint.integer_setting(f"decoder_{key}") for key in ("attention_heads", "embed_dim", "layers")
     )
-    if request.rpe_share not in (None, "auto", *encodings.build(request.rpe, heads, width, original).sharing_modes):
-        request = replace(request, rpe_share="auto")
-    assert request.data is not None
-    symbols = corpus.read_dictionary(request.data / "dict.txt")
-    torch.manual_seed(request.seed)
-    built = build_for_model(request.rpe, heads, width, layers, original, symbols, request.rpe_share or "auto")
+    if config.rpe_share not in (None, "auto", *encodings.build(config.rpe, heads, width, original).sharing_modes):
+        config = replace(config, rpe_share="auto")
+    assert config.data is not None
+    symbols = corpus.read_dictionary(config.data / "dict.txt")
+    torch.manual_seed(config.seed)
+    built = build_for_model(config.rpe, heads, width, layers, original, symbols, config.rpe_share or "auto")
     new, trained = (
         {f"{_PARAMETER_PREFIX}{n}.{key}": value for n, layer in enumerate(states) for key, value in layer.items()}
         for states in ([encoding.state_dict() for encoding in built], checkpoint.encoding_weights)
@@ -286,22 +287,22 @@ def _check_parameters(
             raise UserError(f"{option} is a table of positions that {path} has not learned: train from the start")
         # refuses more tokens than the table has rows
         built[0].embed(torch.zeros(1, tokens, width), Positions.arange(tokens))
-    return request, untrained
+    return config, untrained
 
 
 def _write_start(
-    start: Path, request: TrainingRequest, checkpoint: RpeCheckpoint, new_parameters: Mapping[str, Tensor]
-) -> TrainingRequest:
-    """Write a copy of the checkpoint with additional parameters; return the request that starts from it."""
+    start: Path, config: TrainingConfig, checkpoint: RpeCheckpoint, new_parameters: Mapping[str, Tensor]
+) -> TrainingConfig:
+    """Write a copy of the checkpoint with additional parameters; return the configuration that starts from it."""
     state, _ = checkpoint_file.read_file(checkpoint.path)
     state["model"] = {**state["model"], **new_parameters}
     model = state["cfg"]["model"] if state.get("cfg") else state["args"]
     settings = model if isinstance(model, dict) else vars(model)
-    settings |= {"rpe": request.rpe, "rpe_share": request.rpe_share or "auto"}  # the settings of its new weights
+    settings |= {"rpe": config.rpe, "rpe_share": config.rpe_share or "auto"}  # the settings of its new weights
     write_via_temporary(start, partial(_save, state))
     names = ", ".join(list(new_parameters)[:3]) + (", …" if len(new_parameters) > 3 else "")
-    print(f"--rpe {request.rpe} has parameters that {checkpoint.path} lacks: {names}; they begin untrained, in {start}")
-    return replace(request, finetune_from=start)
+    print(f"--rpe {config.rpe} has parameters that {checkpoint.path} lacks: {names}; they begin untrained, in {start}")
+    return replace(config, finetune_from=start)
 
 
 def _save(state: object, target: Path) -> None:

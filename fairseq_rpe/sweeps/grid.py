@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation import records
-from fairseq_rpe.evaluation.position_limits import max_items, max_length
-from fairseq_rpe.evaluation.question_records import QuestionKey, QuestionResult
-from fairseq_rpe.evaluation.records import ExactMatchKey, ExactMatchResult, Result, TextKey, TextResult
+from fairseq_rpe.evaluation.question_records import QuestionKey
+from fairseq_rpe.evaluation.records import ExactMatchKey, TextKey
 from fairseq_rpe.runs import launch
 from fairseq_rpe.runs.run_folder import CheckpointKind, RunFolder
-from fairseq_rpe.runs.settings import TrainingPlan, TrainingRequest, make_plan
+from fairseq_rpe.runs.settings import TrainingPlan, make_plan
+from fairseq_rpe.runs.training_config import TrainingConfig
 from fairseq_rpe.sweeps.recipes import batch_per_process
 from fairseq_rpe.sweeps.resolve import Sweep
-from fairseq_rpe.sweeps.sweep_record import Kind, Method, SweepFolder
+from fairseq_rpe.sweeps.sweep_kind import SweepKind
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
 from fairseq_rpe.utils.child_processes import module_command
 
 TRAINING, EVALUATING = "training", "evaluating"
-RESULT_TYPES: dict[Kind, type[Result]] = {"text": TextResult, "algorithms": ExactMatchResult, "answers": QuestionResult}
 
 
 def command_line(*words: str) -> list[str]:
@@ -39,11 +37,13 @@ class Stage:
         name: :data:`TRAINING` or :data:`EVALUATING`.
         command: program and arguments of a process.
         log: file to which the output is appended.
+        starts_from_record: whether the command reads the configuration of the run, which must be written before.
     """
 
     name: str
     command: list[str]
     log: Path
+    starts_from_record: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ class SweepRun:
 
     Attributes:
         folder: folder of the run.
-        request: options of the training.
-        plan: what the request resolves to.
+        config: configuration of the training.
+        plan: what the configuration resolves to.
+        kind: kind of its evaluations.
         parent: run whose checkpoint the training starts from.
         evaluations: evaluations of all methods that share the training.
-        kind: what is evaluated: a text, generated tasks or answers to questions.
         checkpoint_kind: checkpoint that is evaluated.
     """
 
     folder: RunFolder
-    request: TrainingRequest
+    config: TrainingConfig
     plan: TrainingPlan
+    kind: SweepKind
     parent: SweepRun | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
-    kind: Kind = "text"
     checkpoint_kind: CheckpointKind = "last"
 
     @property
@@ -94,8 +94,17 @@ class SweepRun:
 
     @property
     def train_command(self) -> list[str]:
-        """Program and arguments of the training."""
-        return command_line("train", *self.request.argv())
+        """Program and arguments of the training, with all of its options."""
+        return command_line("train", *self.config.argv())
+
+    @property
+    def start_command(self) -> list[str]:
+        """Program and arguments that start the training from its record; see :meth:`write_config`."""
+        return command_line("train", "--from-run", str(self.folder.checkpoints.record_path))
+
+    def write_config(self) -> None:
+        """Write the configuration of the training to its record."""
+        self.folder.checkpoints.write_config(self.config)
 
     @property
     def result_count(self) -> int:
@@ -126,11 +135,11 @@ class SweepRun:
         log = self.folder.eval_log
         digest = self.finished_digest()
         if digest is None:
-            training = Stage(TRAINING, self.train_command, self.folder.train_log)
+            training = Stage(TRAINING, self.start_command, self.folder.train_log, starts_from_record=True)
             return [training, *(Stage(EVALUATING, e.command, log) for e in self.evaluations)]
         if self.checkpoint_kind != "last":
             digest = self.folder.checkpoints.checkpoint_digest(self.checkpoint_kind)
-        measured = {result.key for result in records.read_results(RESULT_TYPES[self.kind], self.folder.results)}
+        measured = {result.key for result in records.read_results(self.kind.result_type, self.folder.results)}
         return [
             Stage(EVALUATING, evaluation.command, log)
             for evaluation in self.evaluations
@@ -147,55 +156,50 @@ class SweepRun:
         Returns:
             A line for a shell.
         """
-        node = launch.slurm_node(self.request) if on_slurm else launch.Node()
-        return launch.shell_line(launch.training_command(self.request, self.plan, node, gpus))
+        node = launch.slurm_node(self.config) if on_slurm else launch.Node()
+        return launch.shell_line(launch.training_command(self.config, self.plan, node, gpus))
 
 
-def build_runs(sweep: Sweep, data_digest: str | None, without_bias: Collection[str] = ()) -> list[SweepRun]:
+Evaluate = Callable[[SweepRun, Method], list[Evaluation]]
+
+
+def build_runs(
+    sweep: Sweep, data_digest: str | None, without_bias: Collection[str], kind: SweepKind, evaluate: Evaluate
+) -> list[SweepRun]:
     """Build one run per (encoding, training positions, task, seed); methods that differ only in evaluation share it.
 
     Args:
         sweep: resolved sweep on a text or on generated tasks.
         data_digest: digest of the text, None for generated tasks.
         without_bias: encodings that are trained without ``--log-encodings-every``.
+        kind: kind of the sweep.
+        evaluate: builds the evaluations of a method of a run.
 
     Returns:
         The runs; a run comes after the one that it continues.
     """
     runs: dict[str, SweepRun] = {}
     by_name = {method.name: method for method in sweep.trained}
-    texts = _texts(sweep, data_digest)
     for algorithm in sweep.algorithms or (None,):
         for method in sweep.trained:
             for seed in sweep.seeds:
                 name = method.run_name(seed, algorithm)
                 if name not in runs:
                     parent = runs[by_name[method.continues].run_name(seed, algorithm)] if method.continues else None
-                    request = training_request(sweep, method, seed, algorithm, parent, method.rpe not in without_bias)
+                    config = training_config(sweep, method, seed, algorithm, parent, method.rpe not in without_bias)
                     folder = SweepFolder(sweep.out).run_folder(method, seed, algorithm)
-                    kind: Kind = "algorithms" if algorithm else "text"
                     digest = data_digest or ""
-                    plan = plan_continuation(method, request, digest) if parent else make_plan(request, digest)
-                    runs[name] = SweepRun(folder, request, plan, parent, kind=kind)
+                    plan = plan_continuation(method, config, digest) if parent else make_plan(config, digest)
+                    runs[name] = SweepRun(folder, config, plan, kind, parent)
                 if method in sweep.methods:
-                    runs[name].evaluations += _evaluations(sweep, runs[name], method, texts)
+                    runs[name].evaluations += evaluate(runs[name], method)
     return list(runs.values())
 
 
-def _texts(sweep: Sweep, data_digest: str | None) -> dict[str | None, tuple[Path, str]]:
-    """Return folder and digest of each text of the evaluation by name; None names the text of the training."""
-    if sweep.data is None:
-        return {}
-    texts: dict[str | None, tuple[Path, str]] = {None: (sweep.data, data_digest or "")}
-    for name, data in sweep.evaluate.items():
-        texts[name] = data, corpus.corpus_digest(data) if data.is_dir() else ""
-    return texts
-
-
-def training_request(
+def training_config(
     sweep: Sweep, method: Method, seed: int, algorithm: str | None, parent: SweepRun | None, logs_encodings: bool
-) -> TrainingRequest:
-    """Return the options of the training of a run.
+) -> TrainingConfig:
+    """Return the configuration of the training of a run.
 
     Args:
         sweep: sweep that the run belongs to.
@@ -206,13 +210,13 @@ def training_request(
         logs_encodings: whether ``--log-encodings-every`` applies.
 
     Returns:
-        The request.
+        The configuration.
     """
     sweep_folder = SweepFolder(sweep.out)
     folder = sweep_folder.run_folder(method, seed, algorithm)
     overrides: dict[str, Any] = {**method.further.stated()}
     if method.further.batch_sentences is not None:
-        overrides["batch_sentences"] = batch_per_process(method.further.batch_sentences, sweep.base_request)
+        overrides["batch_sentences"] = batch_per_process(method.further.batch_sentences, sweep.base_config)
     if method.further.schedule not in (None, "cosine"):
         overrides["min_lr"] = None
     settings: dict[str, Any] = {
@@ -223,18 +227,18 @@ def training_request(
         "positions_train": method.positions_train,
         "seed": seed,
         "tensorboard": sweep_folder.tensorboard / folder.name,
-        "log_encodings_every": sweep.base_request.log_encodings_every if logs_encodings else None,
+        "log_encodings_every": sweep.base_config.log_encodings_every if logs_encodings else None,
         "finetune_from": parent.folder.checkpoints.last if parent else None,
     }
-    return replace(sweep.base_request, **settings, **overrides)
+    return replace(sweep.base_config, **settings, **overrides)
 
 
-def plan_continuation(method: Method, request: TrainingRequest, data_digest: str) -> TrainingPlan:
+def plan_continuation(method: Method, config: TrainingConfig, data_digest: str) -> TrainingPlan:
     """Resolve a training that continues another one.
 
     Args:
         method: method that continues another one.
-        request: options of the training.
+        config: configuration of the training.
         data_digest: digest of the data folder.
 
     Returns:
@@ -244,39 +248,9 @@ def plan_continuation(method: Method, request: TrainingRequest, data_digest: str
         UserError: as :func:`~fairseq_rpe.runs.settings.make_plan`, with the name of the method of the recipe.
     """
     try:
-        return make_plan(request, data_digest)
+        return make_plan(config, data_digest)
     except UserError as error:
         raise UserError(f"further training of method '{method.name}': {error}") from None
-
-
-def _evaluations(
-    sweep: Sweep, run: SweepRun, method: Method, texts: Mapping[str | None, tuple[Path, str]]
-) -> list[Evaluation]:
-    requested = _requested_lengths(sweep, run)
-    unit = build(run.request.algorithm).length_unit if run.request.algorithm else "tokens"
-    lengths, skipped = lengths_within_limit(_length_limit(run, method, sweep.split), requested, method, unit)
-    common = common_arguments(run, method, lengths if sweep.lengths or skipped else ())
-    overrides: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval}
-    overrides["draws"] = records.default_draws(method.positions_eval)
-    checkpoint, task = str(run.folder.checkpoints.last), run.request.algorithm
-    if task:
-        command = command_line("eval-task", checkpoint, "--split", sweep.split, *common)
-        key = ExactMatchKey(checkpoint="", algorithm=task, split=sweep.split, **overrides, length=1)
-        depths = build(task).depths(sweep.split) or (None,)
-        keys = tuple(replace(key, length=n, depth=depth) for n in lengths for depth in depths)
-        return [Evaluation(command, keys, skipped_lengths=skipped)]
-    common += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
-    text = TextKey(checkpoint="", split=sweep.split, **overrides, length=1)
-    return [
-        Evaluation(
-            command_line("eval", checkpoint, str(data), "--split", sweep.split, *common),
-            tuple(replace(text, data=digest, length=n) for n in lengths),
-            data,
-            name,
-            skipped,
-        )
-        for name, (data, digest) in texts.items()
-    ]
 
 
 def lengths_within_limit(limit: int | None, lengths: Sequence[int], method: Method, unit: str) -> tuple[list[int], str]:
@@ -316,27 +290,8 @@ def common_arguments(run: SweepRun, method: Method, lengths: Sequence[int]) -> l
         Options and values.
     """
     words = ["--out", str(run.folder.results), "--log", str(run.folder.eval_log)]
-    words += ["--device", "cpu" if run.request.device == "cpu" else "auto"]
+    words += ["--device", "cpu" if run.config.device == "cpu" else "auto"]
     words += ["--lengths", ",".join(map(str, lengths))] if lengths else []
-    words += ["--rpe-module", str(run.request.rpe_module)] if run.request.rpe_module else []
+    words += ["--rpe-module", str(run.config.rpe_module)] if run.config.rpe_module else []
     words += ["--positions-eval", method.positions_eval] if method.positions_eval else []
     return words + (["--rpe", method.rpe_eval] if method.rpe_eval else [])
-
-
-def _length_limit(run: SweepRun, method: Method, split: str) -> int | None:
-    """Return the largest length in tokens or items that the positions of the method allow, None if any."""
-    if run.request.algorithm:
-        return max_items(method.positions_eval, build(run.request.algorithm), split)
-    return max_length(method.positions_eval, run.plan.settings.tokens)
-
-
-def _requested_lengths(sweep: Sweep, run: SweepRun) -> list[int]:
-    """Return the lengths of the evaluation; those of a text include the lengths of all trainings."""
-    task = run.request.algorithm
-    if task is None:
-        further = (method.further.tokens for method in sweep.methods)
-        return sorted({(run.parent or run).plan.settings.tokens, *filter(None, further), *sweep.lengths})
-    algorithm = build(task)
-    if missing := algorithm.missing_lengths(sweep.split, sweep.lengths):
-        raise UserError(f"'{task}' has {missing}")
-    return sorted(sweep.lengths or algorithm.lengths(sweep.split))

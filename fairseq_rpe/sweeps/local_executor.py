@@ -9,22 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import DEBUG_VARIABLE
-from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.question_records import QuestionKey
-from fairseq_rpe.evaluation.records import ExactMatchKey
-from fairseq_rpe.questions import dataset
 from fairseq_rpe.runs import processes
 from fairseq_rpe.runs.child_output import last_error
 from fairseq_rpe.runs.log import TrainingLogParser
+from fairseq_rpe.sweeps.costs import RunCost
 from fairseq_rpe.sweeps.grid import TRAINING, Stage, SweepRun
 from fairseq_rpe.utils import devices
 from fairseq_rpe.utils.progress import Progress
 
 _POLL_SECONDS = 0.2
-_BACKWARD = 3  # cost of a forward and a backward pass, relative to a forward pass
-_ATTENTION = 2000  # tokens of context at which attention costs as much as the rest of a small model
 
 
 def job_environments(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
@@ -100,70 +94,6 @@ class LineCounter:
         return self._lines
 
 
-@dataclass(frozen=True)
-class RunCost:
-    """Estimated cost of a run, in tokens of a forward pass with little context.
-
-    Attributes:
-        updates: number of updates of the whole training.
-        update: cost of one update, forward and backward pass.
-        results: cost of each result, in the order of the evaluation.
-    """
-
-    updates: int
-    update: float
-    results: list[float]
-
-    @classmethod
-    def from_run(cls, run: SweepRun) -> RunCost:
-        """Estimate the cost of a run."""
-        s = run.plan.settings
-        update = _BACKWARD * _forward_cost(s.batch_sentences * s.update_freq * s.nproc * s.tokens, s.tokens)
-        return cls(run.plan.updates, update, _result_costs(run))
-
-    def spent(self, updates: int, results: int) -> float:
-        """Return the cost spent after ``updates`` training updates and ``results`` results."""
-        return min(updates, self.updates) * self.update + sum(self.results[:results])
-
-    @property
-    def total(self) -> float:
-        """Cost of the whole run."""
-        return self.spent(self.updates, len(self.results))
-
-
-def _result_costs(run: SweepRun) -> list[float]:
-    """Return the cost of each result of a run, in the order of the evaluation."""
-    costs = []
-    for evaluation in run.evaluations:
-        tokens: dict[str, int] = {}
-        for key in evaluation.keys:
-            if isinstance(key, ExactMatchKey):
-                costs.append(exact_match_cost(key))
-            elif isinstance(key, QuestionKey):
-                costs.append(_question_cost(key, evaluation.data))
-            elif evaluation.data is not None:
-                if key.split not in tokens:
-                    tokens[key.split] = corpus.count_tokens(evaluation.data, key.split)
-                costs.append(_forward_cost(tokens[key.split], key.length))
-    return costs
-
-
-def exact_match_cost(key: ExactMatchKey) -> float:
-    """Return the cost of one exact-match accuracy: all examples of its length."""
-    task = build(key.algorithm)
-    size = task.num_tokens(key.length)
-    return _forward_cost(task.examples_per_length(key.split) * size, size)
-
-
-def _question_cost(key: QuestionKey, data: Path | None) -> float:
-    info = dataset.load_dataset(data).sets[key.set].splits[key.split] if data and data.is_dir() else None
-    return _forward_cost((info.questions if info else 1) * key.length, key.length)
-
-
-def _forward_cost(tokens: float, context: int) -> float:
-    return tokens * (1 + context / _ATTENTION)
-
-
 @dataclass
 class _ActiveRun:
     """A run whose stages are being executed in a slot: one of the concurrent jobs."""
@@ -192,6 +122,8 @@ class _ActiveRun:
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Start the next stage."""
+        if self.stages[0].starts_from_record:
+            self.run.write_config()
         log = self.stages[0].log
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as file:

@@ -28,8 +28,8 @@ def with_checkpoint_rotations(sweep: Sweep) -> Sweep:
     Raises:
         UserError: a spec is not valid, or contradicts the rotation that it has to continue.
     """
-    if sweep.base_request.rpe_module is not None:
-        encodings.load_module(sweep.base_request.rpe_module)
+    if sweep.base_config.rpe_module is not None:
+        encodings.load_module(sweep.base_config.rpe_module)
     completed: dict[str, Method] = {}
     for method in sweep.trained:
         rpe, rpe_eval = method.rpe, method.rpe_eval
@@ -60,7 +60,7 @@ def preflight(sweep: Sweep, runs: list[SweepRun], trains_here: bool) -> None:
     """
     by_name = {run.name: run for run in runs}
     if trains_here:
-        check_backend(sweep.base_request)
+        check_backend(sweep.base_config)
     for method in sweep.trained:
         for task in (None, *sweep.algorithms, *sweep.questions):
             if run := by_name.get(method.run_name(sweep.seeds[0], task)):
@@ -70,14 +70,14 @@ def preflight(sweep: Sweep, runs: list[SweepRun], trains_here: bool) -> None:
 
 def _check_method(method: Method, run: SweepRun) -> None:
     """Check the model of a method, the training that it continues and its evaluation."""
-    request, parent = run.request, run.parent
+    config, parent = run.config, run.parent
     with _named_errors(method):
-        built = check_model(request, run.plan)
+        built = check_model(config, run.plan)
         if parent is not None:
-            weights = [encoding.state_dict() for encoding in check_model(parent.request, parent.plan)]
-            check_replacement(built, request.rpe, parent.request.rpe, weights, further=True)
+            weights = [encoding.state_dict() for encoding in check_model(parent.config, parent.plan)]
+            check_replacement(built, config.rpe, parent.config.rpe, weights, further=True)
         if method.rpe_eval or method.positions_eval:
-            check_evaluation(request, run.plan, method.rpe_eval, method.positions_eval)
+            check_evaluation(config, run.plan, method.rpe_eval, method.positions_eval)
 
 
 @contextlib.contextmanager
@@ -115,8 +115,8 @@ def encodings_without_bias(sweep: Sweep) -> set[str]:
     Raises:
         UserError: no encoding of the sweep has a bias.
     """
-    if sweep.base_request.rpe_module is not None:
-        encodings.load_module(sweep.base_request.rpe_module)
+    if sweep.base_config.rpe_module is not None:
+        encodings.load_module(sweep.base_config.rpe_module)
     specs = list(dict.fromkeys(method.rpe for method in sweep.trained))
     without_bias = [spec for spec in specs if not encodings.build(spec, heads=4, width=128, length=64).adds_bias]
     if len(without_bias) == len(specs):

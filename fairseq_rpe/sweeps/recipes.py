@@ -10,30 +10,23 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.renamed import RECIPE_KEYS
 from fairseq_rpe.core.spec import did_you_mean
 from fairseq_rpe.data import folder
 from fairseq_rpe.data.prepare_options import CORPORA
-from fairseq_rpe.evaluation.records import Blocks
 from fairseq_rpe.questions import benchmarks
 from fairseq_rpe.runs.defaults import defaults_for
-from fairseq_rpe.runs.settings import TrainingRequest
-from fairseq_rpe.sweeps.sweep_record import (
-    Kind,
-    Method,
-    OptimizationSettings,
-    Published,
-    QuestionConfig,
-    TrainingSettings,
-    read_published,
-)
+from fairseq_rpe.runs.training_config import OptimizationSettings, TrainingConfig, TrainingSettings
+from fairseq_rpe.sweeps.sweep_kind import kind_names, sweep_kind
+from fairseq_rpe.sweeps.sweep_record import Method, Published, QuestionConfig, read_published
 from fairseq_rpe.utils import records
 from fairseq_rpe.utils.files import PACKAGE_DIR
-from fairseq_rpe.utils.records import Count, Counts, TextTuple
+from fairseq_rpe.utils.records import Count, Counts, Rule, TextTuple
 
+KindName = Annotated[str, Rule(lambda name: name in kind_names(), " or ".join(kind_names()))]
 FOLDER = PACKAGE_DIR / "recipes"
 # in a method's specs: the training length of the preset, or a multiple of it
 _LENGTH = re.compile(r"\$tokens(?:\*(\d+))?")
@@ -41,23 +34,17 @@ _MAX_SUGGESTIONS = 8
 _QUESTION_COMMANDS = ("prepare-questions", "prepare-cloze")
 _QUESTION_KEYS = ("pretrained", "questions", "tuning", "question_config")  # of presets of kind "answers"
 _SPECS = ("rpe", "rpe_eval", "positions_train", "positions_eval")
-_REQUEST_KEYS = (
-    *(f.name for f in fields(TrainingSettings)),
-    "rpe_share",
-    "compute_dtype",
-    "blocks",
-    "separate_documents",
-)
+_CONFIG_KEYS = [f.name for f in fields(TrainingSettings)]
 # flags of fairseq-train that keep the checkpoint with the best score in validation
 _KEEP_BEST = ["--eval-answers", "--best-checkpoint-metric", "answers", "--maximize-best-checkpoint-metric"]
 
 
-def batch_per_process(batch: int, request: TrainingRequest) -> int:
+def batch_per_process(batch: int, config: TrainingConfig) -> int:
     """Divide the batch of an update among processes and accumulated batches.
 
     Args:
         batch: number of sequences of an update, over all processes and accumulated batches.
-        request: options of the training.
+        config: configuration of the training.
 
     Returns:
         Sequences of one process and accumulated batch.
@@ -65,12 +52,12 @@ def batch_per_process(batch: int, request: TrainingRequest) -> int:
     Raises:
         UserError: the batch is not divisible.
     """
-    freq = request.update_freq
-    divisor = request.world_size * (freq or 1)
+    freq = config.update_freq
+    divisor = config.world_size * (freq or 1)
     if batch % divisor:
         each = f" of {freq} batches each" if freq and freq > 1 else ""
         raise UserError(
-            f"the recipe's {batch} sequences per update cannot be divided among {request.world_size} processes{each}: "
+            f"the recipe's {batch} sequences per update cannot be divided among {config.world_size} processes{each}: "
             "choose --nproc, --nodes and --update-freq that divide them, or --batch-sentences"
         )
     return batch // divisor
@@ -136,11 +123,6 @@ class Preset(TrainingSettings):
         vocabulary: types of the dictionary that ``data`` must have.
         algorithms: specs of generated tasks.
         methods: methods that are compared by default, None for all.
-        update_freq: number of accumulated batches of an update.
-        blocks: ``stream`` or ``document``.
-        separate_documents: whether documents in one block of a stream are separate.
-        rpe_share: how layers share the encoding: ``model``, ``layer`` or ``auto``.
-        compute_dtype: dtype of matrix products: ``fp32`` or ``bf16``.
         seeds: seeds with which each method is trained by default.
         lengths: lengths of the evaluation, in tokens or items.
         evaluate: folders of further texts to evaluate on, by name.
@@ -158,11 +140,6 @@ class Preset(TrainingSettings):
     vocabulary: Count | None = None
     algorithms: TextTuple | None = None
     methods: TextTuple | None = None
-    update_freq: Count | None = None
-    blocks: Blocks | None = None
-    separate_documents: bool | None = None
-    rpe_share: Literal["auto", "model", "layer"] | None = None
-    compute_dtype: Literal["fp32", "bf16"] | None = None
     lengths: Counts | None = None
     seeds: Counts | None = None
     evaluate: Mapping[str, str] = field(default_factory=dict)
@@ -173,24 +150,28 @@ class Preset(TrainingSettings):
     question_config: QuestionConfig | None = None
     extra: TextTuple = ()
 
-    def fill_request(self, request: TrainingRequest) -> TrainingRequest:
-        """Fill the open settings of a request with those of the preset.
+    def question_keys(self) -> list[str]:
+        """Return the names of the stated settings about questions."""
+        return [key for key in _QUESTION_KEYS if getattr(self, key)]
+
+    def fill_config(self, config: TrainingConfig) -> TrainingConfig:
+        """Fill the open settings of a configuration with those of the preset.
 
         Args:
-            request: options of the command line.
+            config: options of the command line.
 
         Returns:
-            The request; further flags of the preset come before its own.
+            The configuration; further flags of the preset come before its own.
 
         Raises:
             UserError: the batch cannot be divided among the processes and accumulated batches.
         """
-        settings = {name: getattr(self, name) for name in _REQUEST_KEYS if getattr(request, name) is None}
-        freq = request.update_freq or self.update_freq
-        if (request.schedule or self.schedule) != "cosine":
+        settings = {name: getattr(self, name) for name in _CONFIG_KEYS if getattr(config, name) is None}
+        freq = config.update_freq or self.update_freq
+        if (config.schedule or self.schedule) != "cosine":
             settings.pop("min_lr", None)
-        filled = replace(request, **settings, update_freq=freq, extra=(*self.extra, *request.extra))
-        if request.batch_sentences is not None or request.world_size * (freq or 1) == 1:
+        filled = replace(config, **settings, extra=(*self.extra, *config.extra))
+        if config.batch_sentences is not None or config.world_size * (freq or 1) == 1:
             return filled
         defaults = defaults_for(filled.arch or "tiny", self.algorithms is not None)
         batch = self.batch_sentences or defaults.batch_sentences
@@ -265,7 +246,7 @@ class Recipe:
     name: str
     title: str
     paper: str
-    kind: Kind
+    kind: KindName
     methods: tuple[Method, ...]
     presets: Mapping[str, Preset]
     published: Published | None = None
@@ -313,7 +294,7 @@ class _RecipeFile:
 
     title: str
     paper: str
-    kind: Kind
+    kind: KindName
     methods: dict[str, object]
     presets: dict[str, object]
     published: dict[str, object] | None = None
@@ -357,25 +338,9 @@ def load(name: str) -> Recipe:
         raise UserError(f"{source} needs at least one method and one preset")
     _check_continued(methods, presets, source)
     _check_prepared(presets, source)
-    presets = _presets_of_kind(text.kind, presets, source)
+    presets = sweep_kind(text.kind).select_presets(presets, source)
     published = read_published(text.published, source, methods) if text.published else None
     return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), presets, published)
-
-
-def _presets_of_kind(kind: Kind, presets: dict[str, Preset], source: str) -> dict[str, Preset]:
-    """Return the presets of a recipe, for kind "answers" without those of its base that have no questions.
-
-    Raises UserError: a preset for answers lacks questions, or one of another kind has settings about them.
-    """
-    question_keys = {
-        label: [key for key in _QUESTION_KEYS if getattr(preset, key)] for label, preset in presets.items()
-    }
-    for label, keys in question_keys.items():
-        if kind == "answers" and "questions" not in keys and (keys or not any(question_keys.values())):
-            raise UserError(f"{source}: preset '{label}' lacks questions: name a prepared folder of them")
-        if kind != "answers" and keys:
-            raise UserError(f"{source}: {keys[0]} of preset '{label}' is for kind answers, this recipe is for {kind}")
-    return presets if kind != "answers" else {label: presets[label] for label, keys in question_keys.items() if keys}
 
 
 def _check_continued(methods: Mapping[str, Method], presets: Mapping[str, Preset], source: str) -> None:

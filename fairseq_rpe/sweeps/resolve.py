@@ -8,9 +8,11 @@ from pathlib import Path
 from fairseq_rpe.algorithms import SPLITS, build, normalise
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.prepare_options import CORPORA
-from fairseq_rpe.runs.settings import IDENTITY, TrainingRequest
+from fairseq_rpe.runs.defaults import defaults_for
+from fairseq_rpe.runs.training_config import IDENTITY, TrainingConfig
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.recipes import Preset, QuestionFolder, Recipe
+from fairseq_rpe.sweeps.sweep_kind import SweepKind, sweep_kind
 from fairseq_rpe.sweeps.sweep_record import Method
 
 _DEFAULT_PRESET = "laptop"
@@ -32,7 +34,8 @@ class Sweep:
         split: split that results are computed on: ``valid`` or ``test`` of a text, or a split of the tasks.
         max_tokens: largest batch of the evaluation in tokens, None for the default.
         jobs: concurrent runs on this machine, None for as many as the GPUs or cores allow.
-        base_request: options that all trainings share.
+        base_config: options that all trainings share.
+        kind: kind of the sweep.
         recipe_name: name or path of the recipe on the command line, None without one.
         recipe: contents of the recipe, None without one.
         preset: sizes and settings of the recipe that are used, None without a recipe.
@@ -52,7 +55,8 @@ class Sweep:
     split: str
     max_tokens: int | None
     jobs: int | None
-    base_request: TrainingRequest
+    base_config: TrainingConfig
+    kind: SweepKind
     recipe_name: str | None
     recipe: Recipe | None
     preset: Preset | None = None
@@ -80,10 +84,12 @@ class Sweep:
 
 
 @dataclass
-class _Draft:
+class Draft:
     """Options of a sweep that a recipe may fill; None and empty ones are open. See :class:`Sweep`."""
 
-    base: TrainingRequest
+    kind: SweepKind
+    max_tokens: int | None
+    base: TrainingConfig
     data: Path | None
     algorithms: tuple[str, ...] | None
     lengths: tuple[int, ...] | None
@@ -99,7 +105,7 @@ class _Draft:
 
 
 def build_sweep(
-    base: TrainingRequest,
+    base: TrainingConfig,
     *,
     data: Path | None,
     algorithms: tuple[str, ...] | None,
@@ -141,9 +147,10 @@ def build_sweep(
     """
     if (recipe is None) == (encodings is None):
         raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')
-    draft = _Draft(base, data, algorithms, lengths, seeds, out, _by_name(eval_data))
+    kind = sweep_kind("algorithms" if algorithms is not None else "text")
+    draft = Draft(kind, max_tokens, base, data, algorithms, lengths, seeds, out, _by_name(eval_data))
     if recipe is not None:
-        _apply_recipe(draft, recipe, preset or _DEFAULT_PRESET, methods, max_tokens)
+        _apply_recipe(draft, recipe, preset or _DEFAULT_PRESET, methods)
     elif methods is not None:
         raise UserError("--methods belongs to --recipe: list encodings with --encodings")
     elif preset is not None:
@@ -152,7 +159,7 @@ def build_sweep(
         transforms = (base.positions_train or IDENTITY, base.positions_eval)
         draft.methods = [Method(spec, spec, *transforms) for spec in encodings or ()]
     _check_draft(draft)
-    split = split or ("valid" if draft.questions else "test")
+    split = split or draft.kind.default_split
     tasks = () if draft.algorithms is None else _tasks(draft.algorithms, split, max_tokens)
     if draft.out is None:
         raise UserError("--out is missing: name the folder of the sweep")
@@ -167,7 +174,8 @@ def build_sweep(
         max_tokens=max_tokens,
         jobs=jobs,
         # the methods have the positions, and a sweep follows its runs by their JSON logs
-        base_request=replace(draft.base, positions_train=None, positions_eval=None, log_format="json"),
+        base_config=replace(draft.base, positions_train=None, positions_eval=None, log_format="json"),
+        kind=draft.kind,
         recipe_name=recipe,
         recipe=draft.recipe,
         preset=draft.preset,
@@ -179,26 +187,20 @@ def build_sweep(
     )
 
 
-def _apply_recipe(
-    draft: _Draft, recipe_name: str, preset_name: str, method_names: tuple[str, ...] | None, max_tokens: int | None
-) -> None:
+def _apply_recipe(draft: Draft, recipe_name: str, preset_name: str, method_names: tuple[str, ...] | None) -> None:
     """Fill the open options of a draft from a recipe."""
     if draft.base.positions_train or draft.base.positions_eval:
         raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
     draft.recipe = recipe = recipes.load(recipe_name)
+    draft.kind = sweep_kind(recipe.kind)
     draft.preset = preset = recipe.preset(preset_name)
     selected = recipe.select_methods(method_names if method_names is not None else preset.methods or ("all",))
     _apply_data(draft, recipe, preset)
     draft.lengths, draft.seeds = draft.lengths or preset.lengths, draft.seeds or preset.seeds
     draft.out = draft.out or Path("runs") / f"{recipe.name}-{preset_name}"
-    draft.base = preset.fill_request(draft.base)
-    train_tokens = draft.base.tokens or draft.base.defaults.tokens
-    if recipe.kind == "answers":
-        # --eval-data names questions here, not texts
-        draft.questions, draft.evaluate = _questions(preset, draft.evaluate), {}
-        draft.lengths = draft.lengths or ((preset.tuning and preset.tuning.tokens) or train_tokens,)
-        if max_tokens is not None:
-            raise UserError(f"recipe '{recipe.name}' asks questions: drop --max-tokens, which is about perplexity")
+    draft.base = preset.fill_config(draft.base)
+    train_tokens = draft.base.tokens or defaults_for(draft.base.arch or "tiny", preset.algorithms is not None).tokens
+    draft.kind.fill_draft(draft, preset, train_tokens)
     draft.evaluate = {**{name: Path(path) for name, path in preset.evaluate.items()}, **draft.evaluate}
     _check_names({**draft.evaluate, **draft.questions})
     continued = {method.continues for method in selected} - {method.name for method in selected}
@@ -206,12 +208,9 @@ def _apply_recipe(
     draft.methods = [preset.resolve_method(method, train_tokens) for method in selected]
 
 
-def _apply_data(draft: _Draft, recipe: Recipe, preset: Preset) -> None:
+def _apply_data(draft: Draft, recipe: Recipe, preset: Preset) -> None:
     """Fill the tasks or the text of a draft, and the command that prepares the text if it is not the user's."""
-    if recipe.kind != "algorithms" and draft.algorithms is not None:
-        raise UserError(f"recipe '{recipe.name}' compares on text: drop --algorithms")
-    if recipe.kind == "algorithms" and draft.data is not None:
-        raise UserError(f"recipe '{recipe.name}' generates its data: drop {draft.data}")
+    draft.kind.check_options(recipe.name, draft.data, draft.algorithms)
     if draft.algorithms is None:
         draft.algorithms = preset.algorithms
     if draft.data is None and preset.data is not None:
@@ -221,7 +220,7 @@ def _apply_data(draft: _Draft, recipe: Recipe, preset: Preset) -> None:
         draft.preparation = preset.preparation(draft.data)
 
 
-def _check_draft(draft: _Draft) -> None:
+def _check_draft(draft: Draft) -> None:
     """Raise UserError if an option is missing or contradicts another one."""
     if not draft.methods:
         raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
@@ -241,17 +240,6 @@ def _by_name(eval_data: Sequence[tuple[str, Path]]) -> dict[str, Path]:
         raise UserError("--eval-data gives one name twice: leave one out")
     _check_names(paths := dict(eval_data))
     return paths
-
-
-def _questions(preset: Preset, eval_data: Mapping[str, Path]) -> dict[str, QuestionFolder]:
-    """Return the folders of ``--eval-data`` or else those of the preset.
-
-    A name that the preset has, too, keeps the preset's command of preparation and its choice of sets.
-    """
-    if not eval_data:
-        return dict(preset.questions)
-    folders = {name: preset.questions.get(name, QuestionFolder("")) for name in eval_data}
-    return {name: replace(folder, data=str(eval_data[name])) for name, folder in folders.items()}
 
 
 def _check_names(evaluate: Iterable[str]) -> None:

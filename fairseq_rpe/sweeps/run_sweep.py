@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.question_records import QuestionKey
 from fairseq_rpe.evaluation.records import TextKey
-from fairseq_rpe.questions import dataset
-from fairseq_rpe.runs import launch, training_data
+from fairseq_rpe.runs import launch
 from fairseq_rpe.sweeps import local_executor, slurm
-from fairseq_rpe.sweeps.grid import Stage, SweepRun, command_line
+from fairseq_rpe.sweeps.grid import TRAINING, Stage, SweepRun, command_line
+from fairseq_rpe.sweeps.inputs import Inputs
 from fairseq_rpe.sweeps.resolve import Sweep
 from fairseq_rpe.sweeps.sweep_record import (
     EvaluationQuestions,
@@ -28,127 +27,6 @@ from fairseq_rpe.sweeps.sweep_record import (
 from fairseq_rpe.utils.files import exclusive_lock
 
 SlurmSettings = Sequence[tuple[str, str]] | None  # (option of sbatch, value) pairs; None runs on this machine
-
-
-def check_data(sweep: Sweep, dry: bool = False) -> str | None:
-    """Check the texts and question folders of a sweep.
-
-    Args:
-        sweep: sweep whose folders are checked.
-        dry: whether commands are only printed; then folders that the recipe prepares need not exist.
-
-    Returns:
-        The digest of the text of the training; None for generated tasks, or if a dry run has no text yet.
-
-    Raises:
-        UserError: a folder is missing or incomplete, or has another vocabulary than the recipe or the training.
-    """
-    if sweep.data is None:
-        return None
-    digest = symbols = None  # of a text that does not exist yet
-    if not (dry and sweep.preparation and not sweep.data.is_dir()):
-        digest, symbols = _check_training_text(sweep, sweep.data)
-    _check_evaluation_texts(sweep, symbols, dry, digest)
-    _check_questions(sweep, symbols, dry)
-    return digest
-
-
-def _check_training_text(sweep: Sweep, data: Path) -> tuple[str, Sequence[str]]:
-    """Check the text of the training, and return its digest and its vocabulary."""
-    if sweep.preparation and not data.is_dir():
-        command = shlex.join(("fairseq-rpe", *sweep.preparation))
-        raise UserError(f"data folder {data} does not exist: make it with {command}")
-    if dataset.is_question_folder(data):
-        raise UserError(
-            f"{data} holds questions, and a sweep trains on a text first: name a text, and give the questions to "
-            f"a recipe about answers, e.g. --recipe fire-scrolls --eval-data NAME={data}"
-        )
-    # with questions, the models are not scored on this text
-    corpus.check_folder(data, "train", "valid", *([] if sweep.questions else [sweep.split]))
-    if sweep.preset is not None:
-        sweep.preset.check(data)
-    return corpus.corpus_digest(data), corpus.read_dictionary(data / "dict.txt")
-
-
-def _check_evaluation_texts(sweep: Sweep, symbols: Sequence[str] | None, dry: bool, digest: str | None) -> None:
-    """Check that further texts of the evaluation exist, differ, and have the vocabulary ``symbols`` of the training.
-
-    ``symbols`` and ``digest`` of the text of the training are None if it does not exist yet.
-    """
-    names_by_digest = {} if digest is None else {digest: "the one that is trained on"}
-    for name, path in sweep.evaluate.items():
-        command = shlex.join(("fairseq-rpe", *sweep.preparation_of_text(name)))
-        if not path.is_dir():
-            if dry and name in sweep.prepared:
-                continue
-            raise UserError(f"data folder {path} does not exist: make it with {command}")
-        corpus.check_text_folder(path, sweep.split)
-        _check_vocabulary(sweep, path, symbols, command)
-        digest_of_text = corpus.corpus_digest(path)
-        if same := names_by_digest.get(digest_of_text):
-            raise UserError(f"--eval-data {name}: {path} holds the same text as {same}: leave it out")
-        names_by_digest[digest_of_text] = name
-
-
-def _check_vocabulary(sweep: Sweep, path: Path, symbols: Sequence[str] | None, command: str) -> None:
-    """Check that a folder has the vocabulary of the training; ``command`` prepares one that has."""
-    if symbols is not None and corpus.read_dictionary(path / "dict.txt") != symbols:
-        raise UserError(f"{path} has another vocabulary than {sweep.data}: prepare another folder, e.g. {command}")
-
-
-def _check_questions(sweep: Sweep, symbols: Sequence[str] | None, dry: bool) -> None:
-    """Check that question folders exist, have all splits, and have the vocabulary ``symbols`` of the training.
-
-    ``symbols`` is None if the text of the training does not exist yet.
-    """
-    for name, folder in sweep.questions.items():
-        path, command = Path(folder.data), shlex.join(("fairseq-rpe", *sweep.preparation_of_questions(name)))
-        if not path.is_dir():
-            if dry and folder.prepare:
-                continue
-            raise UserError(f"data folder {path} does not exist: make it with {command}")
-        if not dataset.is_question_folder(path):
-            raise UserError(f"{path} holds no questions: make another folder, e.g. with {command}")
-        corpus.check_folder(path, "train", "valid")
-        _check_vocabulary(sweep, path, symbols, command)
-
-
-def check_lengths(sweep: Sweep, runs: list[SweepRun]) -> None:
-    """Check that texts fill blocks, questions fit into the training length, and batches hold a block.
-
-    Args:
-        sweep: sweep whose data and lengths are checked.
-        runs: all its runs, pre-trainings and fine-tunings.
-
-    Raises:
-        UserError: a text is too short, a question too long, or ``--max-tokens`` too small.
-    """
-    longest = max([*sweep.lengths, *(run.plan.settings.tokens for run in runs if run.kind == "text")], default=0)
-    if sweep.max_tokens and sweep.max_tokens < longest:
-        raise UserError(f"--max-tokens {sweep.max_tokens} is less than length {longest}: raise it")
-    for run in runs:
-        data = run.request.data
-        if run.kind == "answers" and data is not None and data.is_dir():
-            training_data.check_questions(data, run.plan.settings.tokens, run.request.extra)
-    if sweep.data is not None and sweep.data.is_dir():
-        train_tokens = max(run.plan.settings.tokens for run in runs if run.kind != "answers")
-        _check_text_lengths(sweep, sweep.data, train_tokens)
-
-
-def _check_text_lengths(sweep: Sweep, data: Path, train_tokens: int) -> None:
-    """Check that texts fill blocks of the training length, and of the lengths of the evaluation in tokens."""
-    base = sweep.base_request
-    by_document = base.blocks == "document"
-    training_data.check_blocks(data, train_tokens, base.blocks, bool(base.separate_documents))
-    if sweep.questions:
-        return  # lengths are those of questions
-    longest = max(train_tokens, *sweep.lengths)
-    for text in filter(Path.is_dir, (data, *sweep.evaluate.values())):
-        corpus.check_block_length(text, sweep.split, longest)
-        if by_document or base.separate_documents:
-            corpus.check_documents(text, sweep.split)
-        if by_document:
-            corpus.check_document_block(text, sweep.split, longest)
 
 
 def dry_run_lines(sweep: Sweep, runs: list[SweepRun], on_slurm: SlurmSettings) -> list[str]:
@@ -165,7 +43,7 @@ def dry_run_lines(sweep: Sweep, runs: list[SweepRun], on_slurm: SlurmSettings) -
     lines = [shlex.join(command_line(*words)) for words in _preparations(sweep)]
     if on_slurm is not None:
         lines += _slurm_comments(sweep, runs, on_slurm)
-    base = sweep.base_request
+    base = sweep.base_config
     if on_slurm is None:
         gpus = launch.count_gpus(base, dry=True)
     else:
@@ -227,7 +105,7 @@ def run_sweep(
         return []
     if on_slurm is not None:
         return slurm.submit_and_wait(sweep, on_slurm, pending)
-    base = sweep.base_request
+    base = sweep.base_config
     with contextlib.ExitStack() as locks:
         # a job of an earlier sbatch holds the lock of its run
         for run in pending:
@@ -237,11 +115,12 @@ def run_sweep(
         return local_executor.run_stages(pending, runs, environments)
 
 
-def merged_record(sweep: Sweep, runs: list[SweepRun]) -> SweepRecord:
+def merged_record(sweep: Sweep, inputs: Inputs, runs: list[SweepRun]) -> SweepRecord:
     """Merge a sweep with the record in its folder: methods, tasks, lengths and seeds may be added.
 
     Args:
         sweep: sweep whose folder is read.
+        inputs: its data.
         runs: all its runs; fine-tunings come last.
 
     Returns:
@@ -264,7 +143,7 @@ def merged_record(sweep: Sweep, runs: list[SweepRun]) -> SweepRecord:
         encodings=_union(old.encodings, (method.name for method in sweep.methods)),
         methods=_merged_methods(sweep, old),
         evaluate=_merged_texts(sweep, old, runs),
-        questions=_merged_questions(sweep, old, runs),
+        questions=_merged_questions(sweep, inputs, old, runs),
         fine_tuning=fine_tuning,
         question_config=question_config,
         seeds=tuple(sorted({*old.seeds, *sweep.seeds})),
@@ -290,11 +169,12 @@ def _shared_settings(
     """
     unshared = _unshared(sweep)
     first, last = runs[0].plan, runs[-1].plan  # with questions, the last one is a fine-tuning
-    settings = SweepSettings(**{**vars(first.settings), **unshared}, updates=first.updates, split=sweep.split)
+    about: dict[str, Any] = {"updates": first.updates, "split": sweep.split}
+    settings = SweepSettings(**{**vars(first.settings), **unshared, **about})
     if not sweep.questions:
         return settings, None, None
-    shared: dict[str, Any] = {**vars(last.settings), **unshared, "data": None, "finetune_from": None}
-    fine_tuning = SweepSettings(**shared, updates=last.updates, split=sweep.split)
+    about |= {"data": None, "finetune_from": None, "updates": last.updates}
+    fine_tuning = SweepSettings(**{**vars(last.settings), **unshared, **about})
     return settings, fine_tuning, (sweep.preset and sweep.preset.question_config) or QuestionConfig()
 
 
@@ -308,7 +188,7 @@ def _check_mergeable(
     """Raise UserError if a recorded sweep has other settings than this one."""
     if difference := settings.difference(replace(before.settings, **_unshared(sweep))):
         raise UserError(f"{sweep.out} holds another sweep ({difference}): choose another --out")
-    if before.kind != ("algorithms" if sweep.algorithms else "answers" if sweep.questions else "text"):
+    if before.kind != sweep.kind.name:
         raise UserError(f"{sweep.out} holds a sweep of another kind: choose another --out")
     if before.fine_tuning and fine_tuning and (difference := fine_tuning.difference(before.fine_tuning)):
         raise UserError(f"{sweep.out} holds a sweep with another fine-tuning ({difference}): choose another --out")
@@ -339,11 +219,13 @@ def _merged_texts(sweep: Sweep, old: SweepRecord, runs: list[SweepRun]) -> dict[
     return texts
 
 
-def _merged_questions(sweep: Sweep, old: SweepRecord, runs: list[SweepRun]) -> dict[str, EvaluationQuestions]:
+def _merged_questions(
+    sweep: Sweep, inputs: Inputs, old: SweepRecord, runs: list[SweepRun]
+) -> dict[str, EvaluationQuestions]:
     """Merge the question folders with recorded ones. Raises UserError: a name has another folder."""
     questions = dict(old.questions)
     for name, folder in sweep.questions.items():
-        digest = dataset.dataset_digest(Path(folder.data))
+        digest = inputs.questions[name]
         if name in questions and questions[name].digest != digest:
             raise UserError(f"{sweep.out} holds other questions '{name}': choose another name or --out")
         old_sets = questions[name].sets if name in questions else ()
@@ -374,7 +256,9 @@ def with_commands(record: SweepRecord, pending: Mapping[SweepRun, list[Stage]]) 
     for run, stages in pending.items():
         lines = commands.setdefault(run.name, {})
         for stage in stages:
-            lines[stage.name] = _union(lines.get(stage.name, ()), (shlex.join(stage.command),))
+            # for people, a command with all options instead of one that starts from the record
+            command = run.train_command if stage.name == TRAINING else stage.command
+            lines[stage.name] = _union(lines.get(stage.name, ()), (shlex.join(command),))
     return replace(record, commands=commands)
 
 

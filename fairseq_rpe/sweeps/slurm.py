@@ -52,9 +52,9 @@ def job_settings(sweep: Sweep, options: Sequence[tuple[str, str]]) -> dict[str, 
     Returns:
         Parameters by name.
     """
-    settings: dict[str, object] = {"name": sweep.out.name, "nodes": sweep.base_request.nodes, "tasks_per_node": 1}
-    if sweep.base_request.device != "cpu":
-        settings["gpus_per_node"] = sweep.base_request.nproc
+    settings: dict[str, object] = {"name": sweep.out.name, "nodes": sweep.base_config.nodes, "tasks_per_node": 1}
+    if sweep.base_config.device != "cpu":
+        settings["gpus_per_node"] = sweep.base_config.nproc
     if sweep.jobs:
         settings["array_parallelism"] = sweep.jobs
     additional: dict[str, object] = {}
@@ -208,10 +208,10 @@ class SweepJob:
 
 def _join_training(run: SweepRun) -> None:
     """Take part in the training of a run as a further node, which evaluates nothing."""
-    stages = [stage for stage in run.remaining_stages() if stage.name == TRAINING]
-    if stages:
+    if any(stage.name == TRAINING for stage in run.remaining_stages()):
+        # with all options: the record is the first node's
         log = run.folder.path / f"train-node{os.environ['SLURM_NODEID']}.log"
-        local_executor.run_stages({run: [Stage(TRAINING, stages[0].command, log)]}, [run], _JOB_ENVIRONMENTS)
+        local_executor.run_stages({run: [Stage(TRAINING, run.train_command, log)]}, [run], _JOB_ENVIRONMENTS)
 
 
 def _is_busy(run: SweepRun) -> bool:

@@ -13,12 +13,12 @@ from fairseq_rpe.evaluation.question_records import AnswerMode
 from fairseq_rpe.evaluation.records import Context
 from fairseq_rpe.questions.prompt import Truncate
 from fairseq_rpe.runs.run_folder import LAYOUT, SWEEP_RECORD, CheckpointKind, RunFolder, check_layout
-from fairseq_rpe.runs.settings import IDENTITY, RunSettings
+from fairseq_rpe.runs.settings import RunSettings
+from fairseq_rpe.runs.training_config import IDENTITY, ModelSettings, OptimizationSettings
 from fairseq_rpe.utils import records
 from fairseq_rpe.utils.json_files import RESTORE, read_json, write_json
-from fairseq_rpe.utils.records import Betas, Count, Fraction, Natural, NonNegative, Rate, Rule, TextTuple
+from fairseq_rpe.utils.records import Count, Natural, Rule, TextTuple
 
-Kind = Literal["text", "algorithms", "answers"]
 _MAX_NAME_LENGTH = 80
 Url = Annotated[str, Rule(lambda text: text.startswith("https://"), "an address that begins with https://")]
 
@@ -40,47 +40,6 @@ def slug(spec: str, seed: int) -> str:
 
 
 @dataclass(frozen=True)
-class OptimizationSettings:
-    """Settings of a training in a recipe or record.
-
-    ``None`` selects the default; in a training that continues another one, the value of that training.
-
-    Attributes:
-        tokens: training length in tokens.
-        batch_sentences: number of sequences of an update, over all processes and accumulated batches.
-        updates: number of updates.
-        lr: peak learning rate.
-        warmup: number of updates in which the learning rate rises to ``lr``.
-        schedule: learning rate after the warm-up.
-        min_lr: last learning rate of a cosine schedule.
-        betas: β1 and β2 of Adam.
-        weight_decay: weight decay of Adam.
-        clip_norm: largest norm of the gradient; 0 does not clip it.
-        dropout: dropout of embeddings and sublayers.
-        attention_dropout: dropout of attention weights.
-        activation_dropout: dropout in feed-forward layers.
-    """
-
-    tokens: Count | None = None
-    batch_sentences: Count | None = None
-    updates: Count | None = None
-    lr: Rate | None = None
-    warmup: Count | None = None
-    schedule: Literal["inverse_sqrt", "linear", "cosine"] | None = None
-    min_lr: NonNegative | None = None
-    betas: Betas | None = None
-    weight_decay: NonNegative | None = None
-    clip_norm: NonNegative | None = None
-    dropout: Fraction | None = None
-    attention_dropout: Fraction | None = None
-    activation_dropout: Fraction | None = None
-
-    def stated(self) -> dict[str, object]:
-        """Return the settings that are not None, by name."""
-        return {key: value for key, value in vars(self).items() if value is not None}
-
-
-@dataclass(frozen=True)
 class Method:
     """A method that a sweep compares: an encoding with its position transforms.
 
@@ -99,7 +58,7 @@ class Method:
     positions_eval: str | None = None
     rpe_eval: str | None = None
     continues: str | None = None
-    further: OptimizationSettings = OptimizationSettings()
+    further: OptimizationSettings = field(default_factory=OptimizationSettings)
 
     @property
     def leaves_positions(self) -> bool:
@@ -131,22 +90,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class TrainingSettings(OptimizationSettings):
-    """Settings of a training and its model in a recipe, its own or published ones; None if not stated.
-
-    Attributes:
-        arch: model architecture of fairseq.
-        activation_fn: activation function of feed-forward layers.
-        share_embeddings: whether input and output embeddings are the same parameters.
-    """
-
-    arch: str | None = None
-    activation_fn: Literal["relu", "gelu", "gelu_accurate"] | None = None
-    share_embeddings: bool | None = None
-
-
-@dataclass(frozen=True)
-class PublishedSettings(TrainingSettings):
+class PublishedSettings(ModelSettings):
     """Settings of published runs, in the words of the paper; None if not published.
 
     Attributes:
@@ -246,7 +190,8 @@ class SweepSettings(RunSettings):
     def to_dict(self) -> dict[str, object]:
         """Return the settings as in sweep.json."""
         optional = ("rpe", "seed", "positions_train", "positions_eval", "data", "tokens")
-        return {key: value for key, value in super().to_dict().items() if value is not None or key not in optional}
+        settings = {**super().to_dict(), "updates": self.updates, "split": self.split}
+        return {key: value for key, value in settings.items() if value is not None or key not in optional}
 
 
 @dataclass(frozen=True)
@@ -335,8 +280,8 @@ class SweepRecord:
     question_config: QuestionConfig | None = None
 
     @property
-    def kind(self) -> Kind:
-        """What the runs are evaluated on."""
+    def kind(self) -> str:
+        """Name of the kind of sweep; see :func:`~fairseq_rpe.sweeps.sweep_kind.sweep_kind`."""
         return "algorithms" if self.algorithms else "answers" if self.questions else "text"
 
     @property

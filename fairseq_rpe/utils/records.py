@@ -108,8 +108,8 @@ def read_records(kind: type[Record], path: Path, what: str) -> list[Record]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plain:
-    """A simple annotation: a scalar type of JSON, with or without a rule, perhaps optional.
+class _SimpleType:
+    """A scalar type of JSON, with or without a rule, perhaps optional; such annotations have a fast check.
 
     Attributes:
         kind: str, int, float or bool.
@@ -122,7 +122,7 @@ class _Plain:
     optional: bool
 
     def admits(self, value: object) -> bool:
-        """Whether a value certainly matches; :class:`_TableReader` decides about others."""
+        """Return whether a value certainly matches; if not, :meth:`_TableReader._convert` decides."""
         if value is None:
             return self.optional
         if type(value) is not self.kind:
@@ -134,8 +134,8 @@ class _Plain:
         return self.is_valid is None or self.is_valid(value)
 
     @classmethod
-    def from_annotation(cls, hint: Any) -> "_Plain | None":
-        """The description of an annotation, or None if it is not a simple one."""
+    def from_annotation(cls, hint: Any) -> "_SimpleType | None":
+        """Return the type that an annotation describes, or None if it is not a simple one."""
         optional = False
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
             kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
@@ -155,29 +155,32 @@ class _Fields(typing.NamedTuple):
     Attributes:
         fields: All fields.
         hints: Annotations of all fields.
-        plain: Annotations of the fields with a simple one.
-        plain_items: Annotations of the items of those fields that are tuples of a simple type.
+        simple: Types of the fields with a simple annotation.
+        simple_items: Types of the items of the fields that are tuples of a simple type.
     """
 
     fields: dict[str, dataclasses.Field[Any]]
     hints: dict[str, Any]
-    plain: dict[str, _Plain]
-    plain_items: dict[str, _Plain]
+    simple: dict[str, _SimpleType]
+    simple_items: dict[str, _SimpleType]
 
 
 @functools.cache
 def _fields(kind: type[Any]) -> _Fields:
     hints = typing.get_type_hints(kind, include_extras=True)
-    items = {name: typing.get_args(hint)[0] for name, hint in hints.items() if typing.get_origin(hint) is tuple}
-    plain, plain_items = (
-        {name: simple for name, hint in group.items() if (simple := _Plain.from_annotation(hint)) is not None}
-        for group in (hints, items)
-    )
-    return _Fields({f.name: f for f in dataclasses.fields(kind)}, hints, plain, plain_items)
+    item_hints = {name: typing.get_args(hint)[0] for name, hint in hints.items() if typing.get_origin(hint) is tuple}
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    return _Fields(fields, hints, _simple_types(hints), _simple_types(item_hints))
+
+
+def _simple_types(hints: Mapping[str, Any]) -> dict[str, _SimpleType]:
+    """Return the simple ones among annotations by name."""
+    types_by_name = {name: _SimpleType.from_annotation(hint) for name, hint in hints.items()}
+    return {name: simple for name, simple in types_by_name.items() if simple is not None}
 
 
 class _TableReader(typing.NamedTuple):
-    """Conversion of one table to a record.
+    """Converts one table to a record.
 
     Attributes:
         source: Name of the file, for messages.
@@ -193,14 +196,14 @@ class _TableReader(typing.NamedTuple):
         """Convert the table to a record of a dataclass."""
         if not isinstance(table, Mapping):
             raise UserError(f"{self.source}: {self.what} is not a table")
-        fields, hints, plain, plain_items = _fields(kind)
+        fields, hints, simple, simple_items = _fields(kind)
         values = {}
         for key, value in table.items():
             if key in fields:
-                # Most values are plain. Accepting them here keeps files of thousands of rows fast.
-                if key in plain and plain[key].admits(value):
+                # Most values are of simple types. Accepting them here keeps files of thousands of rows fast.
+                if key in simple and simple[key].admits(value):
                     values[key] = value
-                elif key in plain_items and type(value) is list and all(map(plain_items[key].admits, value)):
+                elif key in simple_items and type(value) is list and all(map(simple_items[key].admits, value)):
                     values[key] = tuple(value)
                 else:
                     values[key] = self._convert(hints[key], value, key)
@@ -210,8 +213,8 @@ class _TableReader(typing.NamedTuple):
             if name not in values and field.default is field.default_factory is dataclasses.MISSING:
                 raise UserError(f"{self.source}: {self.what} lacks {name}")
         record = kind(**values)
-        fault = getattr(record, "fault", None)
-        if fault is not None and (reason := fault()):
+        find_fault = getattr(record, "fault", None)
+        if find_fault is not None and (reason := find_fault()):
             raise UserError(f"{self.source}: {self.what} {reason}")
         return record
 
@@ -265,12 +268,14 @@ class _TableReader(typing.NamedTuple):
             if result is None or not math.isfinite(result):
                 self._refuse(_WORDS[float] if self.strict else "a number", value, key)
             return result
+        if hint is Path:
+            return Path(self._convert_to_scalar(str, value, key))
         if hint is str and isinstance(value, str) and _SURROGATE.search(value):
             self._refuse("text without half a surrogate pair", value, key)
         return value if hint in (object, type(value)) else self._refuse(_WORDS[hint], value, key)
 
     def _enter(self, key: str) -> "_TableReader":
-        """Return the reader of the table under ``key``."""
+        """Return the reader for the table under ``key``."""
         return self._replace(what=f"{key} of {self.what}")
 
     def _refuse(self, words: str, value: object, key: str) -> typing.NoReturn:

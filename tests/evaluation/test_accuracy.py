@@ -21,6 +21,7 @@ from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.cli.sweep import resolve_sweep
 from fairseq_rpe.evaluation.exact_match import explicit_ratio
 from fairseq_rpe.sweeps import grid
+from fairseq_rpe.sweeps.inputs import Inputs
 from fairseq_rpe.utils import files, json_files
 
 SMALL = ["--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -249,7 +250,7 @@ def test_linear_schedule_cannot_be_prolonged(checkpoint):
         said = refusal(*same, "--updates", updates, "--", *SMALL)
         assert f"(last_update is {UPDATES} there, {updates} here)" in said
     other = refusal(*same, "--schedule", "inverse_sqrt", "--updates", UPDATES, "--", *SMALL)
-    assert "schedule is 'linear' there, None here" in other
+    assert "schedule is 'linear' there, 'inverse_sqrt' here" in other
     assert before == snapshot(checkpoint.parent)
 
 
@@ -367,7 +368,8 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path):
 
     def work_left() -> list[grid.Stage]:
         args = build_parser("sweep").parse_args(sweep_command(out, swept[1]))
-        (cell,) = grid.build_runs(resolve_sweep(args), None)
+        sweep = resolve_sweep(args)
+        (cell,) = sweep.kind.build_runs(sweep, Inputs())
         assert cell.result_count == 2 * (LONGEST - 1)
         return cell.remaining_stages()
 

@@ -13,7 +13,7 @@ from measuring import refusal, rows_of, without_seconds
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.evaluation import exact_match
-from fairseq_rpe.sweeps.local_executor import exact_match_cost
+from fairseq_rpe.kinds.algorithms import exact_match_cost
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
 from fairseq_rpe.utils import json_files
 

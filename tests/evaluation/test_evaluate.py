@@ -28,7 +28,7 @@ from fairseq_rpe.evaluation import loading, perplexity
 from fairseq_rpe.evaluation import records as results
 from fairseq_rpe.evaluation.checkpoint_defaults import default_lengths
 from fairseq_rpe.evaluation.loss_aggregation import text_result
-from fairseq_rpe.evaluation.perplexity import losses_by_position, target_losses
+from fairseq_rpe.evaluation.perplexity import TokenBatch, losses_by_position, target_losses
 from fairseq_rpe.evaluation.records import TextKey, TextRequest
 from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
@@ -164,7 +164,7 @@ def test_adaptive_softmax(task):
     torch.manual_seed(0)
     inputs, targets = torch.randint(4, 60, (2, 3, 17))
     targets[0, -5:] = PAD
-    nats, count = losses_by_position(model, [(inputs, targets)], 20, PAD, lambda scored: None)
+    nats, count = losses_by_position(model, [TokenBatch(inputs, targets)], 20, PAD, lambda scored: None)
     with torch.no_grad():
         plain = model.get_normalized_probs(model(inputs), log_probs=True, sample={"target": targets})
     wanted = -plain.gather(-1, targets[..., None])[..., 0][targets.ne(PAD)].double()
@@ -453,7 +453,9 @@ def test_losses_that_are_no_numbers_are_refused(state, text, tmp_path):
 
 def test_tokens_that_were_not_scored_are_refused(state, text, tmp_path, monkeypatch):
     whole, out = perplexity.make_batches, tmp_path / "eval.jsonl"
-    monkeypatch.setattr(perplexity, "make_batches", lambda *a: ((x[:, :-1], y[:, :-1]) for x, y in whole(*a)))
+    monkeypatch.setattr(
+        perplexity, "make_batches", lambda *a: (TokenBatch(x[:, :-1], y[:, :-1]) for x, y, _ in whole(*a))
+    )
     error = refusal("eval", checkpoint_with(state, tmp_path), text, "--lengths", 37, "--out", out)
     assert "tokens were scored, so the result is not stored" in error and not out.exists()
 

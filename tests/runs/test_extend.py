@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ from fairseq.trainer import Trainer
 from refusal import refusal
 from sweep_commands import flag, parser
 
+from fairseq_rpe.cli.training_options import stated_settings
 from fairseq_rpe.core import UserError
 from fairseq_rpe.runs import checkpoints, from_checkpoint, launch
-from fairseq_rpe.runs.settings import TrainingRequest
+from fairseq_rpe.runs.training_config import TrainingConfig
 from fairseq_rpe.sweeps import context_extension
 from fairseq_rpe.utils import json_files
-from fairseq_rpe.utils.records import from_attributes
 
 YARN = "rope:scaling=yarn,factor=auto"
 
@@ -29,14 +30,12 @@ def short(state, tmp_path) -> Path:
 
 def resolved(*argv: object, lengths: tuple[int, ...] | None = (32,)) -> context_extension.Extension:
     args = parser().parse_args(["extend", *map(str, argv), "--device", "cpu"])
-    return context_extension.resolve_extension(
-        from_attributes(TrainingRequest, args, rpe=args.rpe or "", out=args.out), lengths, "test"
-    )
+    return context_extension.resolve_extension(TrainingConfig(**{"rpe": "", **stated_settings(args)}), lengths, "test")
 
 
 def training(found: context_extension.Extension) -> list[str]:
     """The words for fairseq-train."""
-    return launch.training_command(found.request, found.plan, launch.Node(), 0)
+    return launch.training_command(found.config, found.plan, launch.Node(), 0)
 
 
 def refused(*argv: object) -> str:
@@ -74,11 +73,11 @@ def test_everything_that_is_not_said_is_the_checkpoints(state, corpus, tmp_path)
 def test_positions_are_the_checkpoints_unless_one_of_them_is_said(state, corpus, tmp_path):
     path = checkpoint_with(state, tmp_path, "rope", positions_train="offset:tokens=2", positions_eval="interpolate")
     given = [path, corpus, "--out", tmp_path / "x", "--tokens"]
-    plain, said = resolved(*given, 64).request, resolved(*given, 64, "--positions-train", "identity").request
+    plain, said = resolved(*given, 64).config, resolved(*given, 64, "--positions-train", "identity").config
     assert (plain.positions_train, plain.positions_eval) == ("offset:tokens=2", "interpolate")
     assert (said.positions_train, said.positions_eval) == ("identity", None)
     # texts as long as before are enough where positions skip beyond them
-    pose = resolved(*given, 32, "--positions-train", "pose:target=128").request
+    pose = resolved(*given, 32, "--positions-train", "pose:target=128").config
     assert (pose.tokens, pose.batch_sentences) == (32, 16)
     assert resolved(*given, 32, "--positions-train", "stretch:times=4", lengths=None).lengths == (32, 64, 128)
 
@@ -87,23 +86,23 @@ def test_what_a_new_encoding_leaves_open_is_the_checkpoints(state, corpus, tmp_p
     path = checkpoint_with(state, tmp_path, "rope:base=500,rotary_fraction=0.5")
     given = [path, corpus, "--tokens", 64, "--out", tmp_path / "x", "--rpe"]
     found = resolved(*given, "longrope:factors=2")
-    assert flag(training(found), "--rpe") == found.request.rpe == "longrope:factors=2,base=500,rotary_fraction=0.5"
+    assert flag(training(found), "--rpe") == found.config.rpe == "longrope:factors=2,base=500,rotary_fraction=0.5"
     assert "give base=500, or leave it out" in refused(*given, "longrope:factors=2,base=10000")
-    assert resolved(*given, "rope:base=9000").request.rpe == "rope:base=9000,rotary_fraction=0.5"  # ABF
+    assert resolved(*given, "rope:base=9000").config.rpe == "rope:base=9000,rotary_fraction=0.5"  # ABF
 
 
 def test_extended_twice_it_goes_by_the_first_length(state, corpus, tmp_path):
     path = checkpoint_with(state, tmp_path, YARN, task={"tokens_per_sample": 64}, rpe_train_length=32)
     given = [path, corpus, "--out", tmp_path / "x", "--tokens"]
     found = resolved(*given, 96, lengths=None)
-    assert found.original_length == 32 and found.lengths == (32, 64, 96) and found.request.rpe == YARN
+    assert found.original_length == 32 and found.lengths == (32, 64, 96) and found.config.rpe == YARN
     assert "is not above the 64 tokens" in refused(*given, 64)
 
 
 def test_parameters_that_only_the_new_encoding_has_begin_untrained_and_that_is_said(short, corpus, tmp_path, capsys):
     given = [short, corpus, "--tokens", 64, "--rpe", "t5_bias:init_std=1", "--out", tmp_path / "x"]
     found, begin = resolved(*given), tmp_path / "x/begin.pt"
-    assert found.has_new_parameters and found.request.finetune_from == begin
+    assert found.has_new_parameters and found.config.finetune_from == begin
     assert f"has parameters that {short} lacks: decoder.encodings.0.table" in capsys.readouterr().out
     weights, before = checkpoints.load(begin).weights, checkpoints.load(short).weights
     assert set(weights) - set(before) == {"decoder.encodings.0.table"}
@@ -173,6 +172,18 @@ def test_an_architecture_that_no_flag_says(state, tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             from_checkpoint.architecture_settings(checkpoints.load(checkpoint_with(state, tmp_path, "rope", **change)))
+
+
+def test_a_value_that_equals_one_of_the_checkpoint_does_not_drop_its_flags(tmp_path):
+    request, arch = TrainingConfig(rpe="rope", out=tmp_path), "transformer_rpe_lm_tiny"
+    checkpoint_flags = ("--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64")
+    for extra, expected in (
+        (("--max-epoch", "32"), (*checkpoint_flags, "--max-epoch", "32")),
+        (("--decoder-embed-dim=48",), ("--decoder-embed-dim=48",)),
+        (("--decoder-embed-dim", "48"), ("--decoder-embed-dim", "48")),
+    ):
+        changed = replace(request, extra=extra)
+        assert from_checkpoint._add_architecture_flags(changed, arch, checkpoint_flags) == expected
 
 
 # what is carried out

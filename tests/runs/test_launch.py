@@ -20,14 +20,15 @@ from sweep_commands import SMALL
 
 from fairseq_rpe.runs import checkpoints, launch, processes
 from fairseq_rpe.runs.run_folder import CheckpointFolder
-from fairseq_rpe.runs.settings import TrainingRequest, make_plan
+from fairseq_rpe.runs.settings import make_plan
+from fairseq_rpe.runs.training_config import TrainingConfig
 from fairseq_rpe.sweeps.local_executor import job_environments
 from fairseq_rpe.utils import devices, files, json_files
 
 RUN = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
 QUIET = [*SMALL, "--disable-validation"]
 SLURM_VARIABLES = ("SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
-ASKED = TrainingRequest(rpe="alibi", out=Path("x"), data=Path("data"))
+ASKED = TrainingConfig(rpe="alibi", out=Path("x"), data=Path("data"))
 FREQUENCY, SAVED, UPDATES, LARGEST = 2, 2, 3, 200
 
 

@@ -12,9 +12,10 @@ from sweep_commands import SMALL
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.model_check import ModelSize, check_evaluation, check_model, model_encodings, model_size
-from fairseq_rpe.runs.settings import TrainingRequest, make_plan
+from fairseq_rpe.runs.settings import make_plan
+from fairseq_rpe.runs.training_config import TrainingConfig
 
-REQUEST = TrainingRequest(rpe="alibi", out=Path("x"), data=Path("d"), device="cpu")
+REQUEST = TrainingConfig(rpe="alibi", out=Path("x"), data=Path("d"), device="cpu")
 OWN = """
 from fairseq.models import register_model_architecture
 

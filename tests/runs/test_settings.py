@@ -10,16 +10,17 @@ import pytest
 import torch
 from sweep_commands import parser
 
+from fairseq_rpe.cli.training_options import stated_settings
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import launch
-from fairseq_rpe.runs.reserved_flags import SETTING_FLAGS
-from fairseq_rpe.runs.settings import EARLIER_DEFAULTS, RunSettings, TrainingRequest, make_plan
+from fairseq_rpe.runs.settings import RunSettings, make_plan
+from fairseq_rpe.runs.training_config import OVERRIDABLE, SETTINGS, TrainingConfig, option_name
 from fairseq_rpe.utils import records
 
 if TYPE_CHECKING:
     from fairseq.optim.lr_scheduler import FairseqLRScheduler
 
-ASKED = TrainingRequest(rpe="alibi", out=Path("x"), data=Path("d"), device="cpu")
+ASKED = TrainingConfig(rpe="alibi", out=Path("x"), data=Path("d"), device="cpu")
 OTHERS = {"min_lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.0, "clip_norm": 0.0, "attention_dropout": 0.1}
 OTHERS |= {"activation_dropout": 0.2, "activation_fn": "gelu", "share_embeddings": True}
 # run.json of a tiny model as it was written before there were these options
@@ -100,16 +101,16 @@ def test_what_contradicts_itself_is_refused(asked, words):
 
 def test_runs_of_before_are_the_same_runs():
     """With nothing said, and with the old values said."""
-    old = {name: value for name, value in EARLIER_DEFAULTS.items() if name != "min_lr"}  # which goes with a cosine only
-    for found in (settings(), settings(**old, activation_fn="relu")):
+    defaults = {name: s.default for name, s in SETTINGS.items() if s.is_recorded_if_changed}
+    defaults["activation_fn"] = "relu"
+    del defaults["min_lr"]  # which goes with a cosine only
+    for found in (settings(), settings(**defaults)):
         assert found.to_dict() == BEFORE and found.difference(read(BEFORE)) == ""
 
 
-@pytest.mark.parametrize("name", SETTING_FLAGS)
+@pytest.mark.parametrize("name", OTHERS)
 def test_each_makes_another_run_and_comes_back_from_its_record_and_from_the_words_for_train(name):
-    assert set(OTHERS) == set(SETTING_FLAGS) == {*EARLIER_DEFAULTS, "activation_fn"} and OTHERS[
-        name
-    ] != EARLIER_DEFAULTS.get(name)
+    assert {*OTHERS, "schedule", "finetune_from"} == set(OVERRIDABLE) and OTHERS[name] != SETTINGS[name].default
     cosine = {"schedule": "cosine"} if name == "min_lr" else {}
     found = settings(**cosine, **{name: OTHERS[name]})
     again = read(found.to_dict())
@@ -117,7 +118,7 @@ def test_each_makes_another_run_and_comes_back_from_its_record_and_from_the_word
     before = read({**BEFORE, **cosine, **({"last_update": 400} if cosine else {})})
     assert f"{name} is {before.effective(name)!r} there, {OTHERS[name]!r} here" == found.difference(before)
     asked = replace(ASKED, **{name: OTHERS[name]})
-    assert records.from_attributes(TrainingRequest, parser().parse_args(["train", *asked.argv()])) == asked
+    assert TrainingConfig(**stated_settings(parser().parse_args(["train", *asked.argv()]))) == asked
 
 
 def test_what_fairseq_gets():
@@ -131,10 +132,11 @@ def test_what_fairseq_gets():
 
 
 def test_a_flag_after_the_dashes_goes_on_alone_but_not_beside_its_option():
-    for name, (flag, *_) in SETTING_FLAGS.items():
+    for name in OTHERS:
+        flag = SETTINGS[name].flags[0]
         extra = (flag, "1")
         assert settings(extra=extra).extra == extra and " ".join(extra) in " ".join(flags(extra=extra))
-        with pytest.raises(UserError, match=f"{flag} after -- is set already: give --{name.replace('_', '-')} before"):
+        with pytest.raises(UserError, match=f"{flag} after -- is set already: give {option_name(name)} before"):
             settings(extra=extra, **{name: OTHERS[name]})
 
 

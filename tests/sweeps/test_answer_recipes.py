@@ -15,14 +15,15 @@ import torch
 from conftest import run_here, with_vocabulary
 from prepared_folder import asked_set, make_folder, make_sets, questions
 from refusal import refusal
-from sweep_commands import LAUNCHERS, SMALL, dry_run, parse, recipe_error, refused, resolve_sweep, table
+from sweep_commands import LAUNCHERS, SMALL, dry_run, merged_record, parse, recipe_error, refused, resolve_sweep, table
 
 from fairseq_rpe.core import UserError
 from fairseq_rpe.questions import benchmarks, dataset
 from fairseq_rpe.questions.dataset import Question
-from fairseq_rpe.reports.question_scores import load_results, published_mean
+from fairseq_rpe.reports.question_scores import published_mean
+from fairseq_rpe.reports.sweep_results import load_results
 from fairseq_rpe.runs.run_folder import FinishedTraining
-from fairseq_rpe.sweeps import local_executor, recipes, run_sweep, slurm
+from fairseq_rpe.sweeps import costs, recipes, run_sweep, slurm
 from fairseq_rpe.sweeps.grid import SweepRun
 from fairseq_rpe.sweeps.sweep_record import EvaluationQuestions, QuestionConfig, SweepFolder
 from fairseq_rpe.utils import files, json_files
@@ -259,7 +260,7 @@ def finished(cell: SweepRun, text: bytes = b"weights", updates: int | None = Non
     cell.folder.checkpoints.path.mkdir(parents=True)
     cell.folder.checkpoints.last.write_bytes(text)
     digest = files.sha256_of_files(cell.folder.checkpoints.last)
-    cell.folder.checkpoints.write_record(cell.plan, FinishedTraining(updates or cell.plan.updates, digest))
+    cell.folder.checkpoints.write_record(cell.config, cell.plan, FinishedTraining(updates or cell.plan.updates, digest))
 
 
 def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
@@ -274,7 +275,7 @@ def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
         "training",
         "evaluating",
     ]
-    assert tuned.request.finetune_from == taken.folder.checkpoints.last
+    assert tuned.config.finetune_from == taken.folder.checkpoints.last
     # one that this sweep has begun stays
     finished(own, b"others")
     assert resolve_sweep(*given, "x")[1][0].folder.path == own.folder.path
@@ -294,7 +295,7 @@ def test_jobs_and_progress_know_what_a_fine_tuning_waits_for(place, corpus):
     sweep, made = resolve_sweep(corpus, "--recipe", "mine.toml", "--methods", "rope", "--out", "x")
     lines = run_sweep.dry_run_lines(sweep, made, [("partition", "gpu")])
     assert any("one of 1 that wait" in line for line in lines) and slurm.job_settings(sweep, [])["name"] == "x"
-    assert [local_executor.RunCost.from_run(cell).total > 0 for cell in made] == [True, True]
+    assert [costs.RunCost.from_run(cell).total > 0 for cell in made] == [True, True]
 
 
 def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):
@@ -350,7 +351,7 @@ def test_the_best_checkpoint_is_asked_where_that_is_said(place, corpus, undrawn)
 
     # another file in its place: of its digest nothing was asked
     other = FinishedTraining(record.finished.updates, record.finished.checkpoint, "another")
-    folder.write_record(tuned.plan, other)
+    folder.write_record(tuned.config, tuned.plan, other)
     with pytest.raises(UserError, match="checkpoint_best.pt was changed after its training: delete"):
         tuned.remaining_stages()
     with pytest.raises(UserError, match="holds no finished evaluation"):
@@ -496,9 +497,9 @@ def test_folders_that_are_not_there_are_refused_in_a_dry_run_without_the_text_to
 def test_a_sweep_on_record_is_taken_up_again_and_not_by_one_of_another_kind(place, corpus):
     """A method that continues another, and says nothing of how, is the same in the record."""
     given, folder = [corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x"], SweepFolder(Path("x"))
-    state = run_sweep.merged_record(*resolve_sweep(*given))
+    state = merged_record(*given)
     folder.write_record(state)
-    assert state.methods["rope-pi"].continues == "rope" and run_sweep.merged_record(*resolve_sweep(*given)) == state
+    assert state.methods["rope-pi"].continues == "rope" and merged_record(*given) == state
     text = [corpus, "--encodings", "rope", "--tokens", "32", "--updates", "3", "--batch-sentences", "4"]
     said = refused(*text, "--lengths", "64", "--out", "x", "--split", "valid")
     assert "holds a sweep of another kind" in said

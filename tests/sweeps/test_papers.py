@@ -11,14 +11,14 @@ from sweep_commands import dry_run, flag, parse
 
 from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.checkpoints.model_sizes import MODEL_SIZES, full_arch_name
+from fairseq_rpe.cli.training_options import stated_settings
 from fairseq_rpe.data.prepare_options import CORPORA
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.runs.defaults import defaults_for
-from fairseq_rpe.runs.settings import TrainingRequest
+from fairseq_rpe.runs.training_config import TrainingConfig
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.recipes import Preset
 from fairseq_rpe.sweeps.sweep_record import Method
-from fairseq_rpe.utils.records import from_attributes
 
 BUILT_IN = recipes.names()
 DRAWN = ["fire-lm-512", "fire-lm-large", "fire-lm-transfer"]  # their papers have figures, and no numbers
@@ -195,8 +195,8 @@ def test_the_paper_scale_is_the_papers(name, tmp_path, monkeypatch):
             found = {key: batch if key == "batch" else getattr(one, key) for key in stated}
             for key, value in stated.items():
                 assert found[key] == (pytest.approx(value) if isinstance(value, float) else value), key
-            request = from_attributes(TrainingRequest, one)
-            assert from_attributes(TrainingRequest, parse(["train", *request.argv()])) == request
+            config = TrainingConfig(**stated_settings(one))
+            assert TrainingConfig(**stated_settings(parse(["train", *config.argv()]))) == config
     assert not list(tmp_path.iterdir())
 
 

@@ -243,7 +243,7 @@ def test_a_long_chain_of_bases_is_read(tmp_path):
         (changed("presets", "laptop", "updates", to=True), "updates of preset 'laptop' must be a whole number above 0"),
         (changed("presets", "laptop", "algorithms", to="copy"), "algorithms of preset 'laptop' must be a list"),
         (changed("presets", "laptop", to=3), "preset 'laptop' is not a table"),
-        (changed("kind", to="algorithm"), "kind of the recipe must be text or algorithms or answers, not 'algorithm'"),
+        (changed("kind", to="algorithm"), "kind of the recipe must be algorithms or answers or text, not 'algorithm'"),
         (changed("methods", to={}), "at least one method and one preset"),
         (changed("presets", to={}), "at least one method and one preset"),
         (changed("methods", "two words", to={"rpe": "rope"}), "method 'two words' has a blank or comma"),

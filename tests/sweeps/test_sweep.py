@@ -7,22 +7,34 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import run, run_here
 from refusal import refusal
-from sweep_commands import BROKEN, DRY, SMALL, add_results, dry_run_lines, finished_sweep, refused, resolve_sweep, table
+from sweep_commands import (
+    BROKEN,
+    DRY,
+    SMALL,
+    add_results,
+    dry_run_lines,
+    finished_sweep,
+    merged_record,
+    refused,
+    resolve_sweep,
+    table,
+)
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.reports.extrapolation_definition import _predict_method
-from fairseq_rpe.reports.question_scores import load_results
+from fairseq_rpe.reports.sweep_results import load_results
 from fairseq_rpe.reports.write import write_report
 from fairseq_rpe.runs.child_output import last_error
-from fairseq_rpe.sweeps import local_executor, run_sweep
+from fairseq_rpe.sweeps import costs, local_executor
 from fairseq_rpe.sweeps.sweep_record import EvaluationText, SweepFolder, slug
 from fairseq_rpe.utils import files, json_files
 
@@ -210,6 +222,29 @@ def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path, undrawn):
     assert report_files.current_summary(folder) is None
 
 
+def test_an_interrupted_report_is_written_again(tmp_path, undrawn, monkeypatch):
+    """The process dies before each file of the report in turn. The only new result is on a further text."""
+    evaluate = {"arxiv": {"data": "data-bin/arxiv", "digest": "arxiv"}}
+    folder = finished_sweep(tmp_path, {"alibi": {64: 40.0, 128: 20.0}}, evaluate=evaluate)
+    result = {"length": 64, "ppl": 90.0, "data": "arxiv"}
+    add_results(tmp_path / "runs/alibi-seed1", result)
+    write_report(folder)
+    files_of_a_report = 5  # results.csv, results-arxiv.csv, extrapolation.csv, report.html and results.md
+    for file_count in range(files_of_a_report):
+        syncs = iter(range(file_count))
+
+        def sync_or_die(handle: int, syncs: Iterator[int] = syncs) -> None:
+            if next(syncs, None) is None:
+                raise KeyboardInterrupt
+
+        add_results(tmp_path / "runs/alibi-seed1", {**result, "ppl": 80.0 - file_count})
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(os, "fsync", sync_or_die)  # every file is synced before it gets its name
+            write_report(folder)
+        assert report_files.current_summary(folder) is None
+    assert "76.00" in write_report(folder).text and report_files.current_summary(folder) is not None
+
+
 def test_one_draw_for_each_block_takes_the_place_of_an_older_one(tmp_path):
     moved = "randomized:max_position=200"
     methods = {"rope": {"rpe": "rope", "positions_eval": moved}}
@@ -315,7 +350,7 @@ def test_the_bar_goes_by_what_the_work_costs(corpus, tmp_path):
     """An update is three passes over its batch; an evaluation one over the text, the dearer the longer its blocks."""
     _, [cell] = resolve_sweep(*sweep_command(corpus, tmp_path, "alibi", 100, "--lengths", "64,2000")[1:])
     tokens, at_32 = corpus_files.count_tokens(corpus, "test"), 1 + 32 / 2000
-    work = local_executor.RunCost.from_run(cell)
+    work = costs.RunCost.from_run(cell)
     assert work.update == pytest.approx(3 * 4 * 32 * at_32)
     assert work.results == pytest.approx([tokens * at_32, tokens * (1 + 64 / 2000), tokens * 2])
     assert work.spent(50, 0) == pytest.approx(50 * work.update)
@@ -325,21 +360,21 @@ def test_the_bar_goes_by_what_the_work_costs(corpus, tmp_path):
 def test_an_update_costs_as_many_batches_as_it_has(corpus, tmp_path):
     more = ("--update-freq", "2", "--nproc", "3")
     _, [cell] = resolve_sweep(*sweep_command(corpus, tmp_path, "alibi", 100, *more)[1:])
-    assert local_executor.RunCost.from_run(cell).update == pytest.approx(2 * 3 * 3 * 4 * 32 * (1 + 32 / 2000))
+    assert costs.RunCost.from_run(cell).update == pytest.approx(2 * 3 * 3 * 4 * 32 * (1 + 32 / 2000))
 
 
 def test_the_bar_of_generated_tasks(tmp_path):
     _, [cell] = resolve_sweep("--algorithms", "copy:items=4,test=70", "--encodings", "nope", "--out", tmp_path)
-    results = local_executor.RunCost.from_run(cell).results
+    results = costs.RunCost.from_run(cell).results
     assert len(results) == cell.result_count and results == sorted(results) and results[0] > 0
 
 
 def test_a_setting_that_is_left_out_later_makes_another_sweep(corpus, tmp_path):
     base = sweep_command(corpus, tmp_path, "alibi", 6)[1 : -len(SMALL)]
     linear, bf16 = ("--schedule", "linear"), ("--compute-dtype", "bf16")
-    for more, words in ((linear, "schedule is 'linear' there, None here"), (bf16, "'bf16' there")):
+    for more, words in ((linear, "schedule is 'linear' there, 'inverse_sqrt' here"), (bf16, "'bf16' there")):
         given = [*base, "--out", tmp_path / more[1]]
-        SweepFolder(tmp_path / more[1]).write_record(run_sweep.merged_record(*resolve_sweep(*given, *more)))
-        assert run_sweep.merged_record(*resolve_sweep(*given, *more)).encodings == ("alibi",)
+        SweepFolder(tmp_path / more[1]).write_record(merged_record(*given, *more))
+        assert merged_record(*given, *more).encodings == ("alibi",)
         with pytest.raises(UserError, match=words):
-            run_sweep.merged_record(*resolve_sweep(*given))
+            merged_record(*given)

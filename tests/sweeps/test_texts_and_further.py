@@ -11,7 +11,19 @@ import pytest
 from conftest import PROGRAM, checkpoint_with, run_here, with_vocabulary
 from live_processes import begin, processes_about, wait_for
 from refusal import refusal
-from sweep_commands import DRY, LAUNCHERS, QUIET, dry_run, flag, parse, recipe_error, refused, resolve_sweep, table
+from sweep_commands import (
+    DRY,
+    LAUNCHERS,
+    QUIET,
+    dry_run,
+    flag,
+    merged_record,
+    parse,
+    recipe_error,
+    refused,
+    resolve_sweep,
+    table,
+)
 
 from fairseq_rpe.core import UserError
 from fairseq_rpe.reports import report_files
@@ -303,22 +315,20 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
 
 def test_another_text_of_the_same_name_is_another_sweep(corpus, other, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
-    SweepFolder(tmp_path / "x").write_record(
-        run_sweep.merged_record(*resolve_sweep(*given, "--eval-data", f"more={other}"))
-    )
+    SweepFolder(tmp_path / "x").write_record(merged_record(*given, "--eval-data", f"more={other}"))
     # without it, the text stays on record
-    assert set(run_sweep.merged_record(*resolve_sweep(*given)).evaluate) == {"more"}
+    assert set(merged_record(*given).evaluate) == {"more"}
     changed = shutil.copytree(other, tmp_path / "changed")
     for end in ("bin", "idx"):
         shutil.copy(corpus / f"train.{end}", changed / f"test.{end}")
     with pytest.raises(UserError, match="holds another text 'more'"):
-        run_sweep.merged_record(*resolve_sweep(*given, "--eval-data", f"more={changed}"))
+        merged_record(*given, "--eval-data", f"more={changed}")
 
 
 def test_a_sweep_on_one_text_is_on_record_as_before(corpus, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
     folder = SweepFolder(tmp_path / "x")
-    folder.write_record(run_sweep.merged_record(*resolve_sweep(*given)))
+    folder.write_record(merged_record(*given))
     record = json_files.read_json(folder.record_path)
     assert list(record["methods"]["alibi"]) == ["rpe", "positions_train", "positions_eval"]
     assert "evaluate" not in record and "finetune_from" not in record["settings"]

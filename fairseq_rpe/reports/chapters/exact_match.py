@@ -30,32 +30,31 @@ def build_content(record: SweepRecord, runs: Sequence[TrainedRun], accuracies: A
     Returns:
         The chapters; ``other_figures`` has the heat maps as ``depths`` if a task has depths.
     """
-    published, ranges = record.published, accuracies.describe_ranges()
+    published, units = record.published, {task: build(task).length_unit for task in accuracies.tasks}
     tables = {task: _accuracy_table(accuracies, task, published) for task in accuracies.tasks}
     curves = {
         task: {name: accuracies.values_by_length(task, name) for name in accuracies.methods(task)}
         for task in accuracies.tasks
     }
-    units = {task: build(task).length_unit for task in accuracies.tasks}
-    unit = " or ".join(dict.fromkeys(units.values()))
     figure = sweep_curves.draw_exact_match(curves, accuracies.train_items, units)
+    unit, ranges = " or ".join(dict.fromkeys(units.values())), accuracies.describe_ranges()
     picture = svg_picture(
         figure,
         f"Exact match in percent against the number of {unit}, one panel for each task; {ranges}.",
         f"Exact match against the number of {unit}; shaded: the range in training.",
     )
-    heat_maps, depth_blocks = build_depth_blocks(accuracies)
-    several_seeds = Text(
-        "The figure shows the mean over seeds, and bars or shading from the lowest to the highest seed."
-    )
-    blocks: list[Block] = [*tables.values(), *([several_seeds] if len(record.seeds) > 1 else []), picture]
+    blocks: list[Block] = [*tables.values()]
+    if len(record.seeds) > 1:
+        about_seeds = "The figure shows the mean over seeds, and bars or shading from the lowest to the highest seed."
+        blocks.append(Text(about_seeds))
     notes: list[Block] = [Text(f"Exact match in %, mean over the numbers of {unit}; {ranges}.")]
     if published:
         notes.append(Text(f"Published: {published.source}; its model has another size, so compare only the order."))
+    heat_maps, depth_blocks = build_depth_blocks(accuracies)
     return ReportContent(
         lead=_lead(record, accuracies),
         parts=[
-            Part("exact", "Exact match", blocks),
+            Part("exact", "Exact match", [*blocks, picture]),
             Part("depths", "Is the answer found at every depth?", depth_blocks),
             Part("published", "Comparison with published values", published_comparison.comparison_blocks(record, runs)),
         ],
@@ -67,44 +66,43 @@ def build_content(record: SweepRecord, runs: Sequence[TrainedRun], accuracies: A
 
 
 def _accuracy_table(accuracies: Accuracies, task: str, published: Published | None) -> Table:
-    """Mean accuracy in percent: within the training range, beyond it, over all; published."""
-    unit = build(task).length_unit
-    methods = accuracies.methods(task)
+    """Return the table of mean accuracies in percent: trained range, beyond it, over all lengths, and published."""
+    unit, methods = build(task).length_unit, accuracies.methods(task)
     caption = f"{task}: exact match in %, mean over the numbers of {unit} and seeds."
-    limits = {
-        name: accuracies.position_limits[task, name] for name in methods if (task, name) in accuracies.position_limits
-    }
+    limits = {name: limit for name in methods if (limit := accuracies.position_limits.get((task, name))) is not None}
     if limits:
         caption += (
             f" (to N): the method has positions for at most N {unit}, so its mean ends there and is not compared."
         )
+    means = {name: accuracies.mean_by_range(task, name) for name in methods}  # method -> column -> mean
     columns = ["trained", "beyond", "all"]
-    values = {name: accuracies.mean_by_range(task, name) for name in methods}
     if published:
-        columns.append("published")
         caption += " Published: not comparable; compare only the order of the methods."
+        columns.append("published")
         algorithm, _ = parse(task)
-        for name, row in values.items():
-            row["published"] = published.values.get(name, {}).get(algorithm)
-    # a mean over fewer items cannot be compared with one over all
-    incomplete = {(name, column) for name in limits for column in ("beyond", "all") if values[name][column] is not None}
-    best = {}
+        for name in methods:
+            means[name]["published"] = published.values.get(name, {}).get(algorithm)
+    cells: dict[str, list[Cell]] = {name: [] for name in methods}
     for column in columns:
-        compared = (row[column] for name, row in values.items() if (name, column) not in incomplete)
-        best[column] = max((value for value in compared if value is not None), default=None)
-
-    def cell(name: str, column: str) -> Cell:
-        if (name, column) in incomplete:
-            plain = number_cell(values[name][column], ".1f")
-            return replace(plain, text=f"{plain.text} (to {limits[name]})")
-        return number_cell(values[name][column], ".1f", best[column])
-
-    rows = [TableRow(name, [cell(name, column) for column in columns]) for name in values]
+        # a mean over fewer lengths cannot be compared with one over all of them
+        is_limited = column in ("beyond", "all")
+        compared = [means[name][column] for name in methods if not (is_limited and name in limits)]
+        best = max((mean for mean in compared if mean is not None), default=None)
+        for name in methods:
+            mean = means[name][column]
+            if is_limited and name in limits and mean is not None:
+                cell = number_cell(mean, ".1f")
+                cell = replace(cell, text=f"{cell.text} (to {limits[name]})")
+            else:
+                cell = number_cell(mean, ".1f", best)
+            cells[name].append(cell)
+    rows = [TableRow(name, cells[name]) for name in methods]
     return Table(caption, ["method", *columns], rows, best_label="largest")
 
 
 def _lead(record: SweepRecord, accuracies: Accuracies) -> list[str]:
-    methods, examples = accuracies.methods(), Counter[tuple[str, int]]()
+    """Return the first paragraph and the list of main results."""
+    methods, examples = accuracies.methods(), Counter[tuple[str, int]]()  # examples by method and seed
     for row in accuracies.results:
         examples[row.method, row.seed] += row.result.examples
     lines = [
@@ -114,7 +112,8 @@ def _lead(record: SweepRecord, accuracies: Accuracies) -> list[str]:
     ]
     for task in accuracies.tasks:
         complete = [name for name in accuracies.methods(task) if (task, name) not in accuracies.position_limits]
-        beyond = {n: v for n in complete if (v := accuracies.mean_by_range(task, n)["beyond"]) is not None}
+        means = {name: accuracies.mean_by_range(task, name)["beyond"] for name in complete}
+        beyond = {name: mean for name, mean in means.items() if mean is not None}
         if beyond:
             best = max(beyond, key=beyond.__getitem__)
             lines.append(f"Highest accuracy on {task} beyond the training range: {best}, {beyond[best]:.1f} %.")
@@ -122,6 +121,7 @@ def _lead(record: SweepRecord, accuracies: Accuracies) -> list[str]:
 
 
 def _measurements(accuracies: Accuracies) -> Table:
+    """Return the table with a row for each result."""
     rows = []
     for row in accuracies.results:
         r = row.result
@@ -136,7 +136,11 @@ def _measurements(accuracies: Accuracies) -> Table:
 
 
 def build_depth_blocks(accuracies: Accuracies) -> tuple[Figure | None, list[Block]]:
-    """Build the heat maps and tables by depth; nothing for tasks without depths."""
+    """Build the heat maps of all tasks with depths as a figure, and the chapter with figure and tables.
+
+    Returns:
+        The figure and the blocks of the chapter; None and no blocks if no task has depths.
+    """
     if not accuracies.tasks_with_depths:
         return None, []
     grids = {
@@ -166,13 +170,13 @@ def _solved_text(length: int | None) -> str:
 
 
 def _worst_depth_table(accuracies: Accuracies, task: str) -> Table:
-    """Accuracy at the worst depth by length, and the length up to which it is high enough."""
+    """Return the table of the accuracy at the worst depth by length, and of the length up to which a task is solved."""
     worst = {name: accuracies.worst_depth_by_length(task, name) for name in accuracies.methods(task)}
     lengths = sorted({n for values in worst.values() for n in values})
     rows = []
     for name, values in worst.items():
-        cells = [number_cell(values.get(n), ".0f") for n in lengths]
-        rows.append(TableRow(name, [*cells, text_cell(_solved_text(accuracies.solved_length(task, name)))]))
+        solved = _solved_text(accuracies.solved_length(task, name))
+        rows.append(TableRow(name, [*(number_cell(values.get(n), ".0f") for n in lengths), text_cell(solved)]))
     caption = (
         f"{task}: exact match in % at the worst depth, by length in tokens; last, the length up to which it is "
         f"at least {SOLVED_PERCENT:g} % at every depth."
@@ -181,26 +185,24 @@ def _worst_depth_table(accuracies: Accuracies, task: str) -> Table:
 
 
 def _depth_table(accuracies: Accuracies, task: str) -> Table:
-    """The numbers of the heat map."""
+    """Return the numbers of the heat maps: a row for each method and length, a column for each depth."""
     grids = {name: accuracies.mean_by_length_and_depth(task, name) for name in accuracies.methods(task)}
-    lengths = sorted({length for grid in grids.values() for length, _ in grid})
     depths = sorted({depth for grid in grids.values() for _, depth in grid})
-    rows = [
-        TableRow(name, [Cell(str(n), n), *(number_cell(grid.get((n, depth)), ".0f") for depth in depths)])
-        for name, grid in grids.items()
-        for n in lengths
-        if any((n, depth) in grid for depth in depths)
-    ]
+    rows = []
+    for name, grid in grids.items():
+        for length in sorted({length for length, _ in grid}):
+            cells = [number_cell(grid.get((length, depth)), ".0f") for depth in depths]
+            rows.append(TableRow(name, [Cell(str(length), length), *cells]))
     head = ["method", "tokens", *(f"{depth:g}" for depth in depths)]
     return Table(f"{task}: exact match in % by length (rows) and depth (columns).", head, rows)
 
 
 def _chance_level(accuracies: Accuracies, task: str) -> str:
-    """Return in words how often a guess is right, which is least at the longest length, and the number of examples."""
-    algorithm = build(task)
+    """Return in words how often a guess is right, and the number of examples."""
     results = [row.result for row in accuracies.results if row.task == task]
-    lengths = sorted({result.length for result in results})
-    least, most = (algorithm.chance_accuracy(n) for n in (lengths[-1], lengths[0]))
+    lengths = [result.length for result in results]
+    # a guess is right least often at the longest length
+    least, most = (build(task).chance_accuracy(length) for length in (max(lengths), min(lengths)))
     if least is None or most is None:
         return f"{task}: mean over the seeds."
     percents = [f"{100 * share:.3g}" for share in dict.fromkeys((least, most))]

@@ -18,7 +18,7 @@ from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, lowe
 
 
 class _LengthBlocks(NamedTuple):
-    """Perplexity over length on one text: the table, and the figure for the page and for files."""
+    """Perplexity by length on one text: a table, and the figure as a block of the page and for files."""
 
     table: Table
     picture: Picture
@@ -44,8 +44,9 @@ def build_content(
     main = _over_length(record, perplexities)
     texts = {name: _over_length(record, results, name) for name, results in perplexities.other_texts.items()}
     over_length = [main.table, *notes, main.picture, *_mean_over_lengths(perplexities)]
-    # of the comparison with published values only its first block, the warning, and its last, the values
-    summary = [*notes, *(text.table for text in texts.values()), *theory, *published[:1], *published[-1:]]
+    # the Markdown has the first and the last block of the comparison: the warning and the published values
+    published_values = [published[0], published[-1]] if published else []
+    summary = [*notes, *(text.table for text in texts.values()), *theory, *published_values]
     return ReportContent(
         lead=_lead(record, perplexities, own_settings(record, runs).data),
         parts=[
@@ -66,17 +67,18 @@ def build_content(
 
 
 def _over_length(record: SweepRecord, perplexities: Perplexities, text: str = "") -> _LengthBlocks:
-    """Table and figure on one text; ``text`` is its name, or "" for the training text."""
+    """Build table and figure of the perplexity on one text.
+
+    Args:
+        record: record of the sweep.
+        perplexities: results on the text.
+        text: name of the text; empty for the training text.
+    """
     on = f" on {text}" if text else ""
     train_length = perplexities.train_length
     curves = {name: perplexities.values_by_length(name) for name in perplexities.encodings}
     ratios = {name: perplexities.ratios_by_length(name) for name in perplexities.encodings}
     figure = sweep_curves.draw_perplexity(curves, ratios, train_length, text)
-    alt = "; ".join(
-        f"{name} " + ", ".join(f"{means[n]:.2f} at {n}" for n in perplexities.shown_lengths if n in means)
-        for name in perplexities.encodings
-        if (means := perplexities.mean_by_length(name))
-    )
     caption = (
         f"Perplexity per token{on} against evaluation length; dashed: the training length of {train_length} tokens."
     )
@@ -84,12 +86,23 @@ def _over_length(record: SweepRecord, perplexities: Perplexities, text: str = ""
         caption += f" Below: ratio to the perplexity at {train_length} tokens, enlarged."
     if len(record.seeds) > 1:
         caption += " Mean over the seeds; bars from the lowest to the highest seed."
-    picture = svg_picture(figure, f"Perplexity per token{on} against evaluation length: {alt}.", caption)
-    return _LengthBlocks(_perplexity_table(record, perplexities, on), picture, figure)
+    alt = f"Perplexity per token{on} against evaluation length: {_means_text(perplexities)}."
+    return _LengthBlocks(_perplexity_table(record, perplexities, on), svg_picture(figure, alt, caption), figure)
+
+
+def _means_text(perplexities: Perplexities) -> str:
+    """Return the mean perplexities of each method in words."""
+    texts = []
+    for name in perplexities.encodings:
+        means = perplexities.mean_by_length(name)
+        if means:
+            shown = [f"{means[length]:.2f} at {length}" for length in perplexities.shown_lengths if length in means]
+            texts.append(f"{name} {', '.join(shown)}")
+    return "; ".join(texts)
 
 
 def _continued_training(record: SweepRecord, perplexities: Perplexities) -> list[Text]:
-    """Note on methods that continue the training of others."""
+    """Build a note on methods that continue the training of others; nothing if there are none."""
     notes = []
     for method in map(record.method, perplexities.encodings):
         if method.continues:
@@ -103,22 +116,15 @@ def _continued_training(record: SweepRecord, perplexities: Perplexities) -> list
 
 
 def _lead(record: SweepRecord, perplexities: Perplexities, data: str | None) -> list[str]:
-    settings, encodings, lengths = record.settings, perplexities.encodings, perplexities.lengths
-    scored = " or ".join(f"{n:,}" for n in sorted({row.result.tokens for row in perplexities.results}))
-    first, last = perplexities.train_length, lengths[-1]
-    kind = "encodings" if all(record.method(name).leaves_positions for name in encodings) else "methods"
-    count = f"{len(encodings)} {kind if len(encodings) > 1 else kind[:-1]}"
-    text = f" on {data}" if data else ""
-    updates = f" for {settings.updates:,} updates" if settings.updates is not None else ""
-    lead = [
-        f"{count}, trained at {first} tokens{text}{updates}; {scored} tokens of the {settings.split} split scored at "
-        f"each of {len(lengths)} lengths, {lengths[0]} to {last}."
-    ]
-    for n in dict.fromkeys((first, last)):
-        values = {name: means[n] for name in encodings if n in (means := perplexities.mean_by_length(name))}
-        if values:
-            best = min(values, key=values.__getitem__)
-            lead.append(f"Lowest perplexity at {n} tokens: {best}, {values[best]:.2f}.")
+    """Return the first paragraph and the list of main results; ``data`` names the training text."""
+    encodings, first, last = perplexities.encodings, perplexities.train_length, perplexities.lengths[-1]
+    lead = [_describe_sweep(record, perplexities, data)]
+    for length in dict.fromkeys((first, last)):
+        means = {name: perplexities.mean_by_length(name).get(length) for name in encodings}
+        measured = {name: mean for name, mean in means.items() if mean is not None}
+        if measured:
+            best = min(measured, key=measured.__getitem__)
+            lead.append(f"Lowest perplexity at {length} tokens: {best}, {measured[best]:.2f}.")
     untrained = [name for name in encodings if unused_context_reasons(perplexities, name)]
     if untrained:
         lead.append(f"Not trained for long enough to use the context, so no verdict: {', '.join(untrained)}.")
@@ -129,27 +135,44 @@ def _lead(record: SweepRecord, perplexities: Perplexities, data: str | None) -> 
     return lead
 
 
+def _describe_sweep(record: SweepRecord, perplexities: Perplexities, data: str | None) -> str:
+    """Return in words what was trained and evaluated."""
+    settings, encodings, lengths = record.settings, perplexities.encodings, perplexities.lengths
+    noun = "encoding" if all(record.method(name).leaves_positions for name in encodings) else "method"
+    count = f"{len(encodings)} {noun}{'s' if len(encodings) > 1 else ''}"
+    text = f" on {data}" if data else ""
+    updates = f" for {settings.updates:,} updates" if settings.updates is not None else ""
+    scored = " or ".join(f"{tokens:,}" for tokens in sorted({row.result.tokens for row in perplexities.results}))
+    return (
+        f"{count}, trained at {perplexities.train_length} tokens{text}{updates}; {scored} tokens of the "
+        f"{settings.split} split scored at each of {len(lengths)} lengths, {lengths[0]} to {lengths[-1]}."
+    )
+
+
 def _perplexity_table(record: SweepRecord, perplexities: Perplexities, on: str = "") -> Table:
-    """Perplexity per token, encodings × lengths; last column: longest length over training length."""
+    """Return the table of the perplexity per token: encodings × lengths.
+
+    The last column has the ratio of the perplexity at the longest length to that at the training length.
+
+    Args:
+        record: record of the sweep.
+        perplexities: results on the text.
+        on: " on" and the name of the text; empty for the training text.
+    """
     last, lengths = perplexities.lengths[-1], perplexities.shown_lengths
     means = {name: perplexities.mean_by_length(name) for name in perplexities.encodings}
-    best = {n: lowest([row.get(n) for row in means.values()]) for n in lengths}
+    best = {length: lowest([row.get(length) for row in means.values()]) for length in lengths}
     best_ratio = lowest([perplexities.final_ratio(name) for name in means])
-    rows, any_limit = [], False
-    for name, row in means.items():
-        seeds = perplexities.values_by_length(name)
-        spans = {n: f"{min(v):.2f}–{max(v):.2f}" for n in lengths if len(v := seeds.get(n, ())) > 1}
+    limits = {
+        name: max_length(record.method(name).positions_eval, perplexities.train_length)
+        for name in perplexities.encodings
+    }
+    rows = []
+    for name in perplexities.encodings:
+        cells = _perplexity_cells(perplexities, name, limits[name], best)
+        last_ratios = perplexities.ratios_by_length(name).get(last, [])
+        cells.append(cell_with_range(perplexities.final_ratio(name), ".3f", last_ratios, best_ratio))
         method = record.method(name)
-        limit = max_length(method.positions_eval, perplexities.train_length)
-        cells = [
-            number_cell(row.get(n), ".2f", best[n], spans.get(n, ""))
-            if limit is None or n <= limit
-            else text_cell(f"ends at {limit}")
-            for n in lengths
-        ]
-        any_limit |= limit is not None and limit < last
-        ratios = perplexities.ratios_by_length(name).get(last, [])
-        cells.append(cell_with_range(perplexities.final_ratio(name), ".3f", ratios, best_ratio))
         spec = f"{method.rpe}, evaluated as {method.rpe_eval}" if method.rpe_eval else method.rpe
         rows.append(TableRow(name, cells, spec if spec != name else ""))
     ratio = f"{last} / {perplexities.train_length}"
@@ -158,13 +181,36 @@ def _perplexity_table(record: SweepRecord, perplexities: Perplexities, on: str =
         caption += " Mean over the seeds; below it the range over seeds."
     if len(lengths) < len(perplexities.lengths):
         caption += f" The table has {len(lengths)} of {len(perplexities.lengths):,} lengths; the CSV file has all."
-    if any_limit:
+    if any(limit is not None and limit < last for limit in limits.values()):
         caption += " Ends at N: the method has positions for at most N tokens, so it is not evaluated beyond."
     return Table(caption, ["encoding", *map(str, lengths), ratio], rows, best_label="least")
 
 
+def _perplexity_cells(
+    perplexities: Perplexities, name: str, limit: int | None, best: Mapping[int, float | None]
+) -> list[Cell]:
+    """Return the cells of one method at each shown length.
+
+    Args:
+        perplexities: results on the text.
+        name: name of the method.
+        limit: number of tokens that the method has positions for; None: any number.
+        best: lowest mean of all methods, by length.
+    """
+    means, seeds = perplexities.mean_by_length(name), perplexities.values_by_length(name)
+    cells = []
+    for length in perplexities.shown_lengths:
+        if limit is not None and length > limit:
+            cells.append(text_cell(f"ends at {limit}"))
+            continue
+        values = seeds.get(length, [])
+        seed_range = f"{min(values):.2f}–{max(values):.2f}" if len(values) > 1 else ""
+        cells.append(number_cell(means.get(length), ".2f", best[length], seed_range))
+    return cells
+
+
 def _mean_over_lengths(perplexities: Perplexities) -> list[Block]:
-    """Figure of the mean over lengths; nothing for one length or one method."""
+    """Build the figure of the mean over lengths; nothing for one length or one method."""
     lengths = perplexities.shared_lengths
     if len(lengths) < 2 or len(perplexities.encodings) < 2:
         return []
@@ -175,44 +221,52 @@ def _mean_over_lengths(perplexities: Perplexities) -> list[Block]:
 
 
 def _loss_by_position(perplexities: Perplexities) -> list[Block]:
-    """Loss by position at the longest length that has it; nothing if no result has it."""
+    """Build figure and table of the loss by position at the longest length that has it; nothing without such results.
+
+    A result has the mean loss of each bucket of positions: 0, 1, 2–3, 4–7, and so on.
+    """
     results = [(row.method, row.result.length, row.result.positions_loss) for row in perplexities.results]
-    measured = [(name, length, buckets) for name, length, buckets in results if buckets]
-    if not measured:
+    longest = max((length for _, length, buckets in results if buckets), default=None)
+    at_longest = [(name, buckets) for name, length, buckets in results if buckets and length == longest]
+    if not at_longest:
         return []
-    longest = max(length for _, length, _ in measured)
-    at_longest = [(name, buckets) for name, length, buckets in measured if length == longest]
-    curves: dict[str, list[dict[int, float]]] = {}
+    curves: dict[str, list[dict[int, float]]] = {}  # method -> for each seed, loss by last position of the bucket
     for name, buckets in at_longest:
         curves.setdefault(name, []).append(dict(zip(buckets.upto, buckets.loss_base2, strict=True)))
-    # buckets that all results have: an edited file may lack some
+    # results in an edited file may lack some buckets
     shared_ends = sorted(set.intersection(*(set(curve) for seeds in curves.values() for curve in seeds)))
     if not shared_ends:
         return []
     means = {
-        name: {n: sum(curve[n] for curve in seeds) / len(seeds) for n in shared_ends} for name, seeds in curves.items()
+        name: {end: sum(curve[end] for curve in seeds) / len(seeds) for end in shared_ends}
+        for name, seeds in curves.items()
     }
-    final = ", ".join(f"{name} {list(loss.values())[-1]:.2f}" for name, loss in means.items())
+    final = ", ".join(f"{name} {loss[shared_ends[-1]]:.2f}" for name, loss in means.items())
     alt = f"Loss in bits per token against the position in blocks of {longest} tokens. At the end of blocks: {final}."
     caption = f"Loss by position in blocks of {longest} tokens, mean of each doubling of the position."
-    first = at_longest[0][1]
-    counts = {n: count for n, count in zip(first.upto, first.tokens, strict=True) if n in shared_ends}
     picture = svg_picture(sweep_curves.draw_loss_by_position(means), alt, caption)
-    return [picture, _position_table(means, counts)]
+    _, first_buckets = at_longest[0]
+    token_counts = dict(zip(first_buckets.upto, first_buckets.tokens, strict=True))
+    return [picture, _position_table(means, token_counts)]
 
 
-def _position_table(means: Mapping[str, Mapping[int, float]], counts: Mapping[int, int]) -> Table:
-    """Positions of each bucket, loss of each method, and number of tokens."""
+def _position_table(means: Mapping[str, Mapping[int, float]], token_counts: Mapping[int, int]) -> Table:
+    """Return the table of loss by bucket of positions, and of the number of tokens in each bucket.
+
+    Args:
+        means: loss by method and last position of the bucket.
+        token_counts: number of tokens by last position of the bucket.
+    """
     ends = list(next(iter(means.values())))
-    begins = [0, *(end + 1 for end in ends)]
-    head = [str(end) if begin == end else f"{begin}–{end}" for begin, end in zip(begins, ends, strict=False)]
-    rows = [TableRow(name, [number_cell(loss.get(end), ".3f") for end in ends]) for name, loss in means.items()]
-    rows.append(TableRow("tokens scored", [number_cell(counts.get(end), ",d") for end in ends]))
+    begins = [0, *(end + 1 for end in ends[:-1])]
+    head = [str(end) if begin == end else f"{begin}–{end}" for begin, end in zip(begins, ends, strict=True)]
+    rows = [TableRow(name, [number_cell(loss[end], ".3f") for end in ends]) for name, loss in means.items()]
+    rows.append(TableRow("tokens scored", [number_cell(token_counts[end], ",d") for end in ends]))
     return Table("Loss in bits per token by position in the block, from 0.", ["position", *head], rows)
 
 
 def _measurements(perplexities: Perplexities) -> Table:
-    """Every result, with its costs if they are recorded."""
+    """Return the table with a row for each result, with its costs if they are recorded."""
     titles = {"seconds": "seconds", "peak_mb": "peak memory (MiB)", "engine": "engine"}
     costs = [key for key in titles if any(getattr(row.result, key) is not None for row in perplexities.results)]
     head = ["encoding", "seed", "length", "perplexity", "bits per token", "ratio", "tokens"]

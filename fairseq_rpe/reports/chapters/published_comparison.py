@@ -10,31 +10,16 @@ from fairseq_rpe.checkpoints.model_sizes import find_size, full_arch_name
 from fairseq_rpe.reports.chapters.training import TIED, TrainedRun, own_settings
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Text
 from fairseq_rpe.reports.sweep_results import Perplexities
+from fairseq_rpe.runs.training_config import SETTINGS
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.sweep_record import Published, PublishedSettings, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, lowest, number_cell, text_cell
 
-_YES, _NO, _OPEN = "yes", "no", "not verified"
-_COMPARED = {
-    "activation_fn": "activation",
-    "share_embeddings": "embeddings",
-    "context": "training sequences",
-    "tokens": "training length",
-    "batch_sentences": "sequences per update",
-    "updates": "updates",
-    "betas": "betas",
-    "weight_decay": "weight decay",
-    "lr": "peak learning rate",
-    "warmup": "updates of warm-up",
-    "schedule": "schedule",
-    "min_lr": "rate at its end",
-    "clip_norm": "gradients clipped at",
-    "dropout": "dropout",
-    "attention_dropout": "dropout of attention",
-    "activation_dropout": "dropout of activations",
-}
+_YES, _NO, _OPEN = "yes", "no", "not verified"  # whether two settings are the same
+# field of PublishedSettings -> title, for settings that are compared for equality
+_COMPARED = {name: s.title for name, s in SETTINGS.items() if s.title} | {"context": "training sequences"}
 _SAME = {True: _YES, False: _NO, None: _OPEN}
-_NEAR = 0.02  # relative difference up to which two numbers of parameters count as the same
+_NEAR = 0.02  # relative difference up to which two counts, of parameters or of the vocabulary, are the same
 _NOT_STATED = "not stated"
 _CAUTION = (
     "Published values cannot be compared with those here one by one: tokeniser, data, model size and schedule differ "
@@ -43,13 +28,15 @@ _CAUTION = (
 
 
 def upgrade_record(record: SweepRecord) -> SweepRecord:
-    """Complete a record of an earlier version from its recipe; recipes of the user are not read, as they may differ.
+    """Complete a record of an earlier version with title, paper and published results from its recipe.
+
+    Only recipes of this package are read: a recipe file of the user may have changed since.
 
     Args:
         record: record of a sweep.
 
     Returns:
-        The record with title, paper and published results of the recipe where it had none.
+        The record; what it states itself stays.
     """
     if record.recipe not in recipes.names():
         return record
@@ -75,34 +62,36 @@ def comparison_blocks(
         perplexities: results of a sweep on text; None for other sweeps.
 
     Returns:
-        A warning and the differences of the settings, and for a sweep on text trends and, last, the published values;
-        empty if nothing is published for the compared methods.
+        A warning and a table of the settings. For a sweep on text, a table of trends follows, and the published values
+        come last. Empty if nothing is published for the compared methods.
     """
     published = record.published
     if published is None:
         return []
-    values = {
-        name: {int(n): value for n, value in row.items()}
-        for name, row in published.values.items()
-        if perplexities and name in record.encodings
-    }
-    if perplexities and not values:
-        return []
-    shown: list[Block] = [Text(_CAUTION, published.source, published.url or "", plain_warning=True)]
+    blocks: list[Block] = [Text(_CAUTION, published.source, published.url or "", plain_warning=True)]
     if published.settings:
-        shown.append(_differences(record, own_settings(record, runs), published.settings))
-    if perplexities and published.settings and published.settings.tokens:
-        shown += _trends(perplexities, published, values, published.settings.tokens)
-    return [*shown, _table(published, values)] if perplexities else shown
+        blocks.append(_settings_table(record, own_settings(record, runs), published.settings))
+    if perplexities is None:
+        return blocks
+    values = {
+        name: {int(length): value for length, value in row.items()}
+        for name, row in published.values.items()
+        if name in record.encodings
+    }
+    if not values:
+        return []
+    if published.settings and published.settings.tokens:
+        blocks += _trends(perplexities, published, values, published.settings.tokens)
+    return [*blocks, _values_table(published, values)]
 
 
-def _table(published: Published, values: Mapping[str, Mapping[int, float]]) -> Table:
-    """Published values of the compared methods by length."""
+def _values_table(published: Published, values: Mapping[str, Mapping[int, float]]) -> Table:
+    """Return the table of the published values of the compared methods by length."""
     lengths = sorted({n for row in values.values() for n in row})
     best = {n: lowest([row.get(n) for row in values.values()]) for n in lengths}
     rows = [
-        TableRow(name, [number_cell(v.get(n), published.number_format, best[n]) for n in lengths])
-        for name, v in values.items()
+        TableRow(name, [number_cell(row.get(n), published.number_format, best[n]) for n in lengths])
+        for name, row in values.items()
     ]
     return Table(f"Published: {published.source}.", ["published", *map(str, lengths)], rows, best_label="least")
 
@@ -114,7 +103,7 @@ class _ComparedSetting(NamedTuple):
         name: title of the setting.
         ours: value of the sweep; None if it is not recorded.
         theirs: value of the paper; None if it is not stated.
-        same: whether they are the same, in words.
+        same: whether they are the same, in words, if the paper states its value.
     """
 
     name: str
@@ -129,61 +118,85 @@ class _ComparedSetting(NamedTuple):
         return TableRow(self.name, cells)
 
 
-def _differences(record: SweepRecord, ours: PublishedSettings, theirs: PublishedSettings) -> Table:
-    """Settings of the sweep and of the paper, as far as either is known."""
-    # an equal name does not prove an equal text, nor an equal vocabulary size an equal tokeniser
-    published_name = _plain(theirs.data or "")
-    same_name = ours.data is not None and published_name and _plain(PurePath(ours.data).name).startswith(published_name)
-    our_types, their_types = (f"{n:,} types" if n else None for n in (ours.vocabulary, theirs.vocabulary))
-    tokeniser = ", ".join(filter(None, (theirs.tokeniser, their_types)))
-    model = None if theirs.arch is None or record.settings.extra else full_arch_name(theirs.arch) == ours.model
-    near = _near(ours.parameters, theirs.parameters)
+def _settings_table(record: SweepRecord, ours: PublishedSettings, theirs: PublishedSettings) -> Table:
+    """Return the table of the settings that the sweep records or the paper states."""
     compared = [
-        _ComparedSetting(
-            "data", ours.data, theirs.data, f"{_OPEN}: the same name" if same_name else _NO if ours.data else _OPEN
-        ),
-        _ComparedSetting(
-            "tokeniser",
-            our_types,
-            tokeniser or None,
-            _OPEN if _near(ours.vocabulary, theirs.vocabulary) is not False else _NO,
-        ),
-        _ComparedSetting("layers, width, heads", _sized(record, ours.model), theirs.model, _SAME[model]),
-        _ComparedSetting(
-            "parameters", ours.parameters, theirs.parameters, f"{_YES}, within {_NEAR:.0%}" if near else _SAME[near]
-        ),
-        # a plain Adam in a paper does not tell whether its weight decay is decoupled
-        _ComparedSetting(
-            "optimiser", ours.optimiser, theirs.optimiser, _SAME[ours.optimiser == theirs.optimiser or None]
-        ),
+        _compare_data(ours, theirs),
+        _compare_tokenisers(ours, theirs),
+        _compare_models(record, ours, theirs),
+        _compare_parameters(ours, theirs),
+        _compare_optimisers(ours, theirs),
+        *(_compare_equal(key, title, ours, theirs) for key, title in _COMPARED.items()),
     ]
-    for key, name in _COMPARED.items():
-        if key == "min_lr" and ours.schedule != theirs.schedule:
-            continue
-        our_value, their_value = getattr(ours, key), getattr(theirs, key)
-        if key == "batch_sentences" and ours.context == "within documents" and our_value is not None:
-            # blocks of one document differ in length, so a batch is a number of tokens
-            compared.append(_ComparedSetting(name, f"tokens of {our_value} full sequences", their_value, _OPEN))
-            continue
-        is_same = None if our_value is None or their_value is None else our_value == their_value
-        compared.append(_ComparedSetting(name, our_value, their_value, _SAME[is_same]))
+    if ours.schedule != theirs.schedule:  # the last learning rate of another schedule says nothing
+        compared = [setting for setting in compared if setting.name != _COMPARED["min_lr"]]
     rows = [setting.to_row() for setting in compared if setting.ours is not None or setting.theirs is not None]
     caption = "Settings that are the same and that differ; a setting that the paper does not state is not compared."
     return Table(caption, ["", "here", "published", "same?"], rows, is_text=True)
 
 
-def _near(ours: int | None, theirs: int | None) -> bool | None:
+def _compare_data(ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
+    """Compare the names of the data sets, which do not prove that the texts are equal."""
+    published_name = _plain_name(theirs.data or "")
+    if not ours.data:
+        same = _OPEN
+    elif published_name and _plain_name(PurePath(ours.data).name).startswith(published_name):
+        same = f"{_OPEN}: the same name"
+    else:
+        same = _NO
+    return _ComparedSetting("data", ours.data, theirs.data, same)
+
+
+def _compare_tokenisers(ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
+    """Compare the sizes of the vocabularies, which do not prove that the tokenisers are equal."""
+    our_size, their_size = (f"{size:,} types" if size else None for size in (ours.vocabulary, theirs.vocabulary))
+    tokeniser = ", ".join(filter(None, (theirs.tokeniser, their_size)))
+    is_other = _is_near(ours.vocabulary, theirs.vocabulary) is False
+    return _ComparedSetting("tokeniser", our_size, tokeniser or None, _NO if is_other else _OPEN)
+
+
+def _compare_models(record: SweepRecord, ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
+    is_same = None
+    if theirs.arch is not None and not record.settings.extra:  # further flags may have changed the size
+        is_same = full_arch_name(theirs.arch) == ours.model
+    return _ComparedSetting("layers, width, heads", _model_size(record, ours.model), theirs.model, _SAME[is_same])
+
+
+def _compare_parameters(ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
+    is_near = _is_near(ours.parameters, theirs.parameters)
+    same = f"{_YES}, within {_NEAR:.0%}" if is_near else _SAME[is_near]
+    return _ComparedSetting("parameters", ours.parameters, theirs.parameters, same)
+
+
+def _compare_optimisers(ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
+    # different names prove nothing: a paper's plain "Adam" may or may not have a decoupled weight decay
+    same = _YES if ours.optimiser == theirs.optimiser else _OPEN
+    return _ComparedSetting("optimiser", ours.optimiser, theirs.optimiser, same)
+
+
+def _compare_equal(key: str, title: str, ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
+    """Compare the setting ``key``; it is the same if both values are equal."""
+    our_value, their_value = getattr(ours, key), getattr(theirs, key)
+    if key == "batch_sentences" and ours.context == "within documents" and our_value is not None:
+        # blocks of one document differ in length, so a batch is a number of tokens
+        return _ComparedSetting(title, f"tokens of {our_value} full sequences", their_value, _OPEN)
+    is_known = our_value is not None and their_value is not None
+    return _ComparedSetting(title, our_value, their_value, _SAME[our_value == their_value if is_known else None])
+
+
+def _is_near(ours: int | None, theirs: int | None) -> bool | None:
     """Return whether two counts agree up to rounding and fairseq's special symbols; None if one is unknown."""
     return abs(ours / theirs - 1) <= _NEAR if ours and theirs else None
 
 
-def _sized(record: SweepRecord, arch: str | None) -> str | None:
-    """Return the size of a model in words, or its architecture's name if further flags may have changed the size."""
+def _model_size(record: SweepRecord, arch: str | None) -> str | None:
+    """Return the size of an architecture in words, or its name if further flags may have changed the size."""
     size = find_size(arch) if arch and not record.settings.extra else None
     return f"{size.layers} layers of width {size.width}, {size.heads} heads" if size else arch
 
 
 def _value_cell(value: object, missing: str) -> Cell:
+    """Return the cell of a setting; ``missing`` is its text for None."""
     if isinstance(value, bool):
         return text_cell(TIED[value])
     if isinstance(value, (int, float)):
@@ -193,7 +206,7 @@ def _value_cell(value: object, missing: str) -> Cell:
     return text_cell(missing if value is None else value)
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     """Return a data set's name without case, spaces and punctuation: WikiText-103 is wikitext103."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
@@ -201,29 +214,50 @@ def _plain(name: str) -> str:
 def _trends(
     perplexities: Perplexities, published: Published, values: Mapping[str, Mapping[int, float]], published_length: int
 ) -> list[Block]:
-    """Table of the perplexity over that at the training length, at multiples of it, here and published."""
-    length = perplexities.train_length
-    multiples = [
-        n // length
-        for n in perplexities.lengths
-        if n > length and n % length == 0 and all(published_length * (n // length) in row for row in values.values())
-    ]
+    """Build the table of perplexities at multiples of the training length, relative to that at the training length.
+
+    Args:
+        perplexities: results of the sweep.
+        published: published results.
+        values: published values of the compared methods, by length.
+        published_length: training length of the paper in tokens.
+
+    Returns:
+        The table; empty if the sweep and the paper have no multiple in common.
+    """
+    train_length = perplexities.train_length
     if not all(published_length in row for row in values.values()):
         return []
+    multiples = [
+        length // train_length
+        for length in perplexities.lengths
+        if length > train_length
+        and length % train_length == 0
+        and all(published_length * (length // train_length) in row for row in values.values())
+    ]
     rows = []
-    for name, row in values.items():
-        if length not in (means := perplexities.mean_by_length(name)):
+    for name, published_values in values.items():
+        means = perplexities.mean_by_length(name)
+        if train_length not in means:
             continue
         cells = []
-        for m in multiples:
-            ratio = means[length * m] / means[length] if length * m in means else None
-            long, short = row[published_length * m], row[published_length]
-            published_ratio = math.exp(long) / math.exp(short) if published.measure == "log_ppl" else long / short
+        for multiple in multiples:
+            mean = means.get(train_length * multiple)
+            ratio = None if mean is None else mean / means[train_length]
+            published_ratio = _published_ratio(published, published_values, published_length, multiple)
             cells += [number_cell(ratio, ".3f"), number_cell(published_ratio, ".3f")]
         rows.append(TableRow(name, cells))
+    if not rows or not multiples:
+        return []
     caption = (
-        f"Trends: perplexity relative to the training length L ({length} here, {published_length} published), at "
+        f"Trends: perplexity relative to the training length L ({train_length} here, {published_length} published), at "
         "multiples of L; below 1 is better than at L."
     )
     head = ["", *(["here", "published"] * len(multiples))]
-    return [Table(caption, head, rows, groups=[f"{m} L" for m in multiples])] if rows and multiples else []
+    return [Table(caption, head, rows, groups=[f"{multiple} L" for multiple in multiples])]
+
+
+def _published_ratio(published: Published, values: Mapping[int, float], length: int, multiple: int) -> float:
+    """Return the published perplexity at a multiple of ``length``, relative to that at ``length``."""
+    long, short = values[length * multiple], values[length]
+    return math.exp(long) / math.exp(short) if published.measure == "log_ppl" else long / short

@@ -13,22 +13,28 @@ from fairseq_rpe.reports.page import NOT_RECORDED, Block, Commands, Part, Text, 
 from fairseq_rpe.reports.sweep_results import planned_runs
 from fairseq_rpe.runs import log
 from fairseq_rpe.runs.log import TrainLog
-from fairseq_rpe.runs.reserved_flags import SETTING_FLAGS, is_unchanged_by_flags
+from fairseq_rpe.runs.reserved_flags import is_unchanged_by_flags
 from fairseq_rpe.runs.run_folder import RunFolder, TrainingStart
-from fairseq_rpe.sweeps.grid import RESULT_TYPES
+from fairseq_rpe.runs.training_config import OVERRIDABLE
+from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.sweeps.sweep_record import PublishedSettings, SweepFolder, SweepRecord
 from fairseq_rpe.utils.records import from_attributes
 from fairseq_rpe.utils.table import Cell, Table, TableRow, number_cell, text_cell
 
 _DIGITS = 12  # shown digits of a digest
+# fields of TrainingStart with another title than their name, and those that the page shows last
 _TITLES = {"commit": "git commit", "python": "Python", "threads": "threads of a process", "gpus": "GPUs"}
 _LAST = ("threads", "gpus")
+_PUBLISHED = {f.name for f in fields(PublishedSettings)}
 OPTIMISER = "AdamW"  # fairseq's adam, whose weight decay is decoupled
 TIED = {True: "one table for input and output", False: "two tables"}
-_PROGRAM = re.compile(r"\S*python[\d.]*( -P)?( \S+/run_module\.py)? -m fairseq_rpe\.cli\.main\b")
-_ABSOLUTE = re.compile(r"(?<![\w.~/…$-])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
 _COSTS = ("parameters", "training (s)", "tokens/s", "training loss", "validation loss", "evaluation (s)", "tokens/s")
-_OPTIONAL = ("peak memory (MiB)", "engine")  # columns that are left out if they are empty
+_COSTS += ("peak memory (MiB)", "engine", "attention", "checkpoint")
+_OPTIONAL_COSTS = ("peak memory (MiB)", "engine")  # columns that are left out if they are empty
+# how a sweep starts its commands, as in "/usr/bin/python3 -P …/run_module.py -m fairseq_rpe.cli.main train"
+_PROGRAM = re.compile(r"\S*python[\d.]*( -P)?( \S+/run_module\.py)? -m fairseq_rpe\.cli\.main\b")
+# folders of an absolute path, without its last component
+_ABSOLUTE = re.compile(r"(?<![\w.~/…$-])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class TrainedRun:
         checkpoint: digest of the last checkpoint.
         starts: environment of each start of the training.
         log: values from the training log.
-        rows: results of all methods that share the run.
+        results: results of all methods that share the run.
     """
 
     name: str
@@ -49,28 +55,29 @@ class TrainedRun:
     checkpoint: str | None
     starts: Sequence[TrainingStart]
     log: TrainLog
-    rows: Sequence[TextResult | ExactMatchResult | QuestionResult]
+    results: Sequence[TextResult | ExactMatchResult | QuestionResult]
 
 
 def load_runs(folder: SweepFolder, record: SweepRecord) -> list[TrainedRun]:
     """Read the finished runs of a sweep, each once, in the order of the sweep.
 
-    For a sweep over questions, the pre-training runs of the sweep come before the fine-tuned ones.
+    In a sweep over questions, the runs of the pre-training on text come before the fine-tuned runs.
     """
-    compared = [(method.name, run) for _, method, _, run in planned_runs(folder, record)]
-    names = {run.name for _, run in compared}
-    others = [name for name in record.commands if name not in names] if record.kind == "answers" else []
-    pretrained = [(f"{name}, on text", RunFolder(folder.path / "runs" / name)) for name in others]
+    labelled = [(method.name, run) for _, method, _, run in planned_runs(folder, record)]
+    if record.fine_tuning is not None:
+        fine_tuned = {run.name for _, run in labelled}
+        pretrained = [name for name in record.commands if name not in fine_tuned]
+        labelled = [(f"{name}, on text", RunFolder(folder.path / "runs" / name)) for name in pretrained] + labelled
     loaded: dict[str, TrainedRun] = {}
-    for label, run in (*pretrained, *compared):
+    for label, run in labelled:
         run_record = run.checkpoints.read_record()
         if run.name in loaded or run_record is None:
             continue
         checkpoint = run_record.finished.checkpoint
-        results: Sequence[Any] = records.read_results(RESULT_TYPES[record.kind], run.results)
-        rows = [result for result in results if result.checkpoint == checkpoint]
+        all_results: Sequence[Any] = records.read_results(sweep_kind(record.kind).result_type, run.results)
+        results = [result for result in all_results if result.checkpoint == checkpoint]
         starts, train_log = run.checkpoints.read_starts(), log.read_log(run.train_log)
-        loaded[run.name] = TrainedRun(run.name, label, checkpoint, starts, train_log, rows)
+        loaded[run.name] = TrainedRun(run.name, label, checkpoint, starts, train_log, results)
     return list(loaded.values())
 
 
@@ -80,44 +87,54 @@ def own_settings(record: SweepRecord, runs: Sequence[TrainedRun]) -> PublishedSe
     Args:
         record: record of the sweep.
         runs: trained runs, whose logs have further values.
+
+    Returns:
+        The settings; None for each that is not known.
     """
     settings = record.fine_tuning or record.settings
-    data = _portable(record.data or next((run.log.data for run in runs if run.log.data), None) or "", runs) or None
-    sizes = [run.log.parameters for run in runs if run.log.parameters]
     flags = settings.extra or ()
     flag_names = {word.partition("=")[0] for word in flags}
     # a further flag may have changed a default: then the value is unknown
     effective = {
         name: settings.effective(name) if settings.arch and is_unchanged_by_flags(name, flags) else None
-        for name in SETTING_FLAGS
+        for name in OVERRIDABLE
+        if name in _PUBLISHED
     }
-    schedule = settings.schedule or (None if settings.lr is None else "inverse_sqrt")
+    if effective["schedule"] != "cosine":
+        effective["min_lr"] = None  # other schedules have no last learning rate
     context = None
-    if record.kind == "text":
+    if not record.tasks:
         context = records.document_context(settings.effective("blocks"), bool(settings.separate_documents))
-    published = from_attributes(
+    process_count = settings.nproc or 1
+    sentences_per_process = (settings.batch_sentences or 0) * (settings.update_freq or 1)
+    return from_attributes(
         PublishedSettings,
         settings,
-        data=None if record.algorithms else ", ".join(record.questions) or data,
+        data=_data_name(record, runs),
         model=settings.arch,
         vocabulary=next((run.log.vocabulary for run in runs if run.log.vocabulary), None),
-        parameters=max(sizes, default=None),
-        # sum over all processes
-        batch_sentences=(settings.batch_sentences or 0) * (settings.update_freq or 1) * (settings.nproc or 1) or None,
-        schedule=schedule,
+        parameters=max((run.log.parameters for run in runs if run.log.parameters), default=None),
+        batch_sentences=sentences_per_process * process_count or None,
         optimiser=OPTIMISER if settings.arch and "--optimizer" not in flag_names else None,
         context=context,
         **effective,
     )
-    return published if schedule == "cosine" else replace(published, min_lr=None)
+
+
+def _data_name(record: SweepRecord, runs: Sequence[TrainedRun]) -> str | None:
+    """Return the names of the question datasets, or the data folder of a sweep on text; None if unknown."""
+    if record.algorithms:
+        return None
+    if record.questions:
+        return ", ".join(record.questions)
+    data = record.data or next((run.log.data for run in runs if run.log.data), None)
+    return _portable(data, runs) or None if data else None
 
 
 def setting_facts(record: SweepRecord, runs: Sequence[TrainedRun]) -> list[tuple[str, str]]:
     """Return name and value of each recorded setting, for the page."""
     settings, ours = record.fine_tuning or record.settings, own_settings(record, runs)
-    sizes = sorted({run.log.parameters for run in runs if run.log.parameters})
-    schedules = {"linear": "linear to 0", "cosine": f"cosine to {ours.min_lr or 0:g}"}
-    schedule = schedules.get(ours.schedule or "", "inverse square root")
+    sizes = [run.log.parameters for run in runs if run.log.parameters]
     has_updates = ours.batch_sentences and ours.updates is not None
     texts = ", ".join(f"{name}: {_portable(text.data, runs)}" for name, text in record.evaluate.items())
     questions = ", ".join(f"{name}: {_portable(folder.data, runs)}" for name, folder in record.questions.items())
@@ -130,22 +147,29 @@ def setting_facts(record: SweepRecord, runs: Sequence[TrainedRun]) -> list[tuple
         ("compared", ", ".join(record.encodings)),
         ("data", ours.data),
         ("evaluated on", texts),
-        ("data, SHA-256", settings.data if record.kind == "text" else None),
+        ("data, SHA-256", None if record.tasks else settings.data),
         ("vocabulary", ours.vocabulary and f"{ours.vocabulary:,} types"),
         ("architecture", ours.model),
         ("activation", ours.activation_fn),
         ("embeddings", None if ours.share_embeddings is None else TIED[ours.share_embeddings]),
-        ("parameters", " to ".join(dict.fromkeys(f"{n:,}" for n in (*sizes[:1], *sizes[-1:])))),
+        ("parameters", " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)})) if sizes else None),
         ("training length", ours.tokens and f"{ours.tokens} tokens"),
         ("blocks", ours.context),
         ("training", f"{ours.updates:,} updates of {_batch(ours)}" if has_updates else None),
-        ("learning rate", ours.lr and f"{ours.lr:g}, {ours.warmup} of warm-up, {schedule}"),
+        ("learning rate", ours.lr and f"{ours.lr:g}, {ours.warmup} of warm-up, {_schedule(ours)}"),
         ("optimiser", _optimiser(ours)),
         ("dropout", None if settings.dropout is None else f"{settings.dropout:g}"),
         ("further flags", " ".join(settings.extra or ())),
         ("seeds", ", ".join(map(str, record.seeds))),
     ]
     return [(name, str(value)) for name, value in facts if value]
+
+
+def _schedule(settings: PublishedSettings) -> str:
+    """Describe the schedule of the learning rate."""
+    if settings.schedule == "cosine":
+        return f"cosine to {settings.min_lr or 0:g}"
+    return "linear to 0" if settings.schedule == "linear" else "inverse square root"
 
 
 def _pretraining(record: SweepRecord, runs: Sequence[TrainedRun]) -> str:
@@ -187,59 +211,75 @@ def run_parts(record: SweepRecord, runs: Sequence[TrainedRun]) -> list[Part]:
 
 
 def _training(runs: Sequence[TrainedRun]) -> list[Block]:
+    """Build the figure of the training losses, and a note on runs without them."""
     logged = [run for run in runs if run.log.loss]
     absent = _absent("Training curves", runs, logged)
     if not logged:
         return absent
-    final = ", ".join(f"{run.name} {list(run.log.loss.values())[-1]:.2f}" for run in logged)
+    final = ", ".join(f"{run.name} {_last_value(run.log.loss):.2f}" for run in logged)
     alt = f"Training loss in bits per token against updates. At the end: {final}."
     caption = "Training loss by update, mean since the previous point; right: the second half of training, enlarged."
-    return [
-        svg_picture(sweep_curves.draw_training_loss([(run.label, run.log.loss) for run in logged]), alt, caption),
-        *absent,
-    ]
+    figure = sweep_curves.draw_training_loss([(run.label, run.log.loss) for run in logged])
+    return [svg_picture(figure, alt, caption), *absent]
+
+
+def _last_value(loss_by_update: dict[int, float]) -> float | None:
+    """Return the value of the last update, or None if there is none."""
+    return next(reversed(loss_by_update.values()), None)
 
 
 def _absent(what: str, runs: Sequence[TrainedRun], recorded: Sequence[TrainedRun]) -> list[Block]:
-    """Note on the runs that lack a record, if there are any."""
+    """Build a note on the runs that lack a record; nothing if all have it.
+
+    Args:
+        what: what is recorded, as the start of a sentence.
+        runs: all runs.
+        recorded: runs that have the record.
+    """
     missing = [run.name for run in runs if run not in recorded]
     which = "" if len(missing) == len(runs) else f" for {', '.join(missing)}"
     return [Text(f"{what}: {NOT_RECORDED}{which}.")] if missing else []
 
 
 def _costs(runs: Sequence[TrainedRun]) -> Table:
-    rows = []
-    for run in runs:
-        texts = [row for row in run.rows if isinstance(row, TextResult)]
-        seconds = sum(row.seconds or 0.0 for row in run.rows) or None
-        tokens = sum(row.tokens for row in texts if row.seconds)
-        cells = [
-            _recorded_number(run.log.parameters, ",d"),
-            _recorded_number(run.log.seconds, ".0f"),
-            _recorded_number(run.log.tokens_per_second, ",.0f"),
-            _recorded_number(next(reversed(run.log.loss.values()), None), ".3f"),
-            _recorded_number(next(reversed(run.log.valid.values()), None), ".3f"),
-            _recorded_number(seconds, ".1f"),
-            number_cell(tokens / seconds if tokens and seconds else None, ",.0f"),
-            number_cell(max((row.peak_mb for row in texts if row.peak_mb is not None), default=None), ",.0f"),
-            Cell(", ".join(dict.fromkeys(row.engine for row in texts if row.engine))),
-            text_cell(run.log.backend or NOT_RECORDED),
-            Cell(run.checkpoint[:_DIGITS], run.checkpoint) if run.checkpoint else Cell("unfinished"),
-        ]
-        rows.append(TableRow(run.name, cells, "" if run.name.startswith(run.label) else run.label))
-    head = [*_COSTS, *_OPTIONAL, "attention", "checkpoint"]
+    """Return the table of the costs of each run."""
+    cells = {run.name: _cost_cells(run) for run in runs}
     shown = [
         column
-        for column, title in enumerate(head)
-        if title not in _OPTIONAL or any(row.cells[column].text for row in rows)
+        for column, title in enumerate(_COSTS)
+        if title not in _OPTIONAL_COSTS or any(row[column].text for row in cells.values())
     ]
+    rows = []
+    for run in runs:
+        note = "" if run.name.startswith(run.label) else run.label
+        rows.append(TableRow(run.name, [cells[run.name][column] for column in shown], note))
     caption = (
         "Cost of each run. Training time: sum over all starts, with validation and saving; its tokens/s: median over "
         "the log. Losses: the last logged value in bits per token. Evaluation: sum over all lengths and methods of the "
         "run. Checkpoint: first digits of its SHA-256."
     )
-    shown_rows = [replace(row, cells=[row.cells[column] for column in shown]) for row in rows]
-    return Table(caption, ["run", *(head[column] for column in shown)], shown_rows)
+    return Table(caption, ["run", *(_COSTS[column] for column in shown)], rows)
+
+
+def _cost_cells(run: TrainedRun) -> list[Cell]:
+    """Return the cells of a run, in the order of ``_COSTS``."""
+    text_results = [result for result in run.results if isinstance(result, TextResult)]
+    seconds = sum(result.seconds or 0.0 for result in run.results) or None
+    tokens = sum(result.tokens for result in text_results if result.seconds)
+    peak_mb = max((result.peak_mb for result in text_results if result.peak_mb is not None), default=None)
+    return [
+        _recorded_number(run.log.parameters, ",d"),
+        _recorded_number(run.log.seconds, ".0f"),
+        _recorded_number(run.log.tokens_per_second, ",.0f"),
+        _recorded_number(_last_value(run.log.loss), ".3f"),
+        _recorded_number(_last_value(run.log.valid), ".3f"),
+        _recorded_number(seconds, ".1f"),
+        number_cell(tokens / seconds if tokens and seconds else None, ",.0f"),
+        number_cell(peak_mb, ",.0f"),
+        Cell(", ".join(dict.fromkeys(result.engine for result in text_results if result.engine))),
+        text_cell(run.log.backend or NOT_RECORDED),
+        Cell(run.checkpoint[:_DIGITS], run.checkpoint) if run.checkpoint else Cell("unfinished"),
+    ]
 
 
 def _recorded_number(value: float | None, form: str) -> Cell:
@@ -247,54 +287,70 @@ def _recorded_number(value: float | None, form: str) -> Cell:
 
 
 def _environment(runs: Sequence[TrainedRun]) -> list[Block]:
-    """Tables of the environments of training; starts with the same environment share a table."""
+    """Build the tables of the environments of training; starts with the same environment share a table."""
     groups: dict[TrainingStart, list[tuple[TrainedRun, TrainingStart]]] = {}
     for run in runs:
         for start in run.starts:
-            groups.setdefault(replace(start, time=None, from_update=None, working_folder=None), []).append((run, start))
+            environment = replace(start, time=None, from_update=None, working_folder=None)
+            groups.setdefault(environment, []).append((run, start))
     blocks: list[Block] = []
-    names = sorted((f.name for f in fields(TrainingStart)), key=lambda name: name in _LAST)
-    for count, (fixed, members) in enumerate(groups.items(), start=1):
-        recorded = [(name, value) for name in names if (value := getattr(fixed, name)) is not None]
-        lines = [TableRow(_TITLES.get(name, name), [_shown(value)]) for name, value in recorded]
-        times = [start.time for _, start in members if start.time]
-        lines.append(
-            TableRow("started (UTC)", [Cell(" … ".join(dict.fromkeys((min(times), max(times)))))] if times else [])
-        )
-        resumed = [f" (resumed after update {start.from_update})" if start.from_update else "" for _, start in members]
-        titles = [run.name + after for (run, _), after in zip(members, resumed, strict=True)]
-        lines.append(TableRow("runs", [Cell(", ".join(titles))]))
-        which = f" {count} of {len(groups)}" if len(groups) > 1 else ""
-        blocks.append(Table(f"Recorded when training started{which}.", ["", "value"], lines, is_text=True))
+    for number, (environment, members) in enumerate(groups.items(), start=1):
+        which = f" {number} of {len(groups)}" if len(groups) > 1 else ""
+        rows = _environment_rows(environment, members)
+        blocks.append(Table(f"Recorded when training started{which}.", ["", "value"], rows, is_text=True))
     return [*blocks, *_absent("Environment of training", runs, [run for run in runs if run.starts])]
 
 
-def _shown(value: object) -> Cell:
+def _environment_rows(
+    environment: TrainingStart, members: Sequence[tuple[TrainedRun, TrainingStart]]
+) -> list[TableRow]:
+    """Return the rows of an environment, with the times and names of the runs that started in it."""
+    names = sorted((field.name for field in fields(TrainingStart)), key=lambda name: name in _LAST)
+    values = {name: getattr(environment, name) for name in names}
+    rows = [
+        TableRow(_TITLES.get(name, name), [_value_cell(value)]) for name, value in values.items() if value is not None
+    ]
+    times = [start.time for _, start in members if start.time]
+    first_and_last = " … ".join(sorted({min(times), max(times)})) if times else ""
+    rows.append(TableRow("started (UTC)", [Cell(first_and_last)] if times else []))
+    titles = []
+    for run, start in members:
+        titles.append(f"{run.name} (resumed after update {start.from_update})" if start.from_update else run.name)
+    rows.append(TableRow("runs", [Cell(", ".join(titles))]))
+    return rows
+
+
+def _value_cell(value: object) -> Cell:
     return Cell(", ".join(map(str, value)) or "none used") if isinstance(value, tuple) else text_cell(value)
 
 
 def _commands(record: SweepRecord, runs: Sequence[TrainedRun]) -> list[Block]:
+    """Build the list of commands of each run, and a note on runs without them."""
     with_commands = [run for run in runs if record.commands.get(run.name)]
     absent = _absent("Commands", runs, with_commands)
     if not with_commands:
         return absent
-    stages = {run.name: record.commands[run.name].items() for run in with_commands}
-    lines = [
-        (name, [(stage, _portable(line, runs)) for stage, lines in members for line in lines])
-        for name, members in stages.items()
-    ]
+    commands = []
+    for run in with_commands:
+        stages = record.commands[run.name]
+        commands.append(
+            (run.name, [(stage, _portable(line, runs)) for stage, lines in stages.items() for line in lines])
+        )
     about = (
         "Commands that the sweep ran. Paths are relative to the folder where it was started; other paths are shortened."
     )
-    return [Text(about), Commands(lines), *absent]
+    return [Text(about), Commands(commands), *absent]
 
 
 def _portable(text: str, runs: Sequence[TrainedRun]) -> str:
-    """Return a path or command without the folders of the machine that it comes from."""
+    """Return a path or command without the folders of the machine that it comes from.
+
+    A path in a working folder of the runs becomes relative; of any other absolute path only the last component stays.
+    """
     text = _PROGRAM.sub("fairseq-rpe", text)
     roots = {start.working_folder for run in runs for start in run.starts if start.working_folder}
-    for root in sorted(roots - {"/"}, key=len, reverse=True):
-        text = re.sub(
-            rf"(?<![\w.]){re.escape(root)}(?:/|(?![\w.-]))", lambda match: "" if match[0].endswith("/") else ".", text
-        )
+    for root in sorted(roots - {"/"}, key=len, reverse=True):  # longest first: one may contain another
+        # "root/file" becomes "file", and "root" alone becomes "."
+        pattern = rf"(?<![\w.]){re.escape(root)}(?:/|(?![\w.-]))"
+        text = re.sub(pattern, lambda match: "" if match[0].endswith("/") else ".", text)
     return _ABSOLUTE.sub("…/", text)

@@ -1,0 +1,169 @@
+"""Sweeps on text: perplexity over length, on the text of the training and on further texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation import records
+from fairseq_rpe.evaluation.position_limits import max_length
+from fairseq_rpe.evaluation.records import TextKey, TextResult
+from fairseq_rpe.reports.sweep_results import Perplexities, load_perplexities
+from fairseq_rpe.runs import training_data
+from fairseq_rpe.sweeps.costs import forward_cost
+from fairseq_rpe.sweeps.grid import (
+    Evaluation,
+    SweepRun,
+    build_runs,
+    command_line,
+    common_arguments,
+    lengths_within_limit,
+)
+from fairseq_rpe.sweeps.inputs import Inputs
+from fairseq_rpe.sweeps.resolve import Sweep
+from fairseq_rpe.sweeps.sweep_kind import MetricTags, SweepKind
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
+
+if TYPE_CHECKING:
+    from fairseq_rpe.reports.page import ReportContent
+
+_Texts = Mapping[str | None, tuple[Path, str]]  # folder and digest by name; None names the text of the training
+
+
+class TextKind(SweepKind):
+    """Evaluation on text."""
+
+    name = "text"
+    subject = "text"
+    measured = "perplexities"
+    result_type = TextResult
+    csv_name, figure_name = "results", "ppl"
+    extra_tables = ("extrapolation.csv",)
+    has_definition = True
+
+    def check_options(self, recipe: str, data: Path | None, algorithms: Sequence[str] | None) -> None:
+        """Refuse --algorithms."""
+        refuse_algorithms(recipe, algorithms)
+
+    def build_runs(self, sweep: Sweep, inputs: Inputs, without_bias: Collection[str] = ()) -> list[SweepRun]:
+        """Build one run per method and seed, evaluated on each text."""
+        texts: dict[str | None, tuple[Path, str]] = {}
+        if sweep.data is not None:
+            texts[None] = sweep.data, inputs.data or ""
+        texts |= {name: (data, inputs.texts[name]) for name, data in sweep.evaluate.items()}
+        return build_runs(sweep, inputs.data, without_bias, self, partial(_evaluations, sweep, texts))
+
+    def check_lengths(self, sweep: Sweep, runs: Sequence[SweepRun]) -> None:
+        """Check that texts fill blocks of all lengths, and that batches hold a block."""
+        train_tokens = max(run.plan.settings.tokens for run in runs)
+        longest = max(train_tokens, *sweep.lengths)
+        if sweep.max_tokens and sweep.max_tokens < longest:
+            raise UserError(f"--max-tokens {sweep.max_tokens} is less than length {longest}: raise it")
+        if sweep.data is None or not sweep.data.is_dir():
+            return
+        check_training_text(sweep, train_tokens)
+        by_document = sweep.base_config.blocks == "document"
+        for text in filter(Path.is_dir, (sweep.data, *sweep.evaluate.values())):
+            corpus.check_block_length(text, sweep.split, longest)
+            if by_document or sweep.base_config.separate_documents:
+                corpus.check_documents(text, sweep.split)
+            if by_document:
+                corpus.check_document_block(text, sweep.split, longest)
+
+    def evaluation_costs(self, evaluation: Evaluation) -> list[float]:
+        """Return the cost of all tokens of the split at each length."""
+        if evaluation.data is None:
+            return []
+        split = evaluation.keys[0].split
+        tokens = corpus.count_tokens(evaluation.data, split)
+        return [forward_cost(tokens, key.length) for key in evaluation.keys]
+
+    def load_results(self, folder: SweepFolder, record: SweepRecord) -> Perplexities:
+        """Read the perplexities of the finished runs."""
+        return load_perplexities(folder, record)
+
+    def report_builder(
+        self, folder: SweepFolder, record: SweepRecord, runs: Sequence[Any], results: Perplexities, delta: float
+    ) -> tuple[Callable[[], ReportContent], dict[str, str]]:
+        """Return chapters on perplexities, and the verdicts on Definition 0.1 as ``extrapolation.csv``."""
+        from fairseq_rpe.reports import extrapolation_definition
+        from fairseq_rpe.reports.chapters import perplexities
+
+        predictions = extrapolation_definition.predict_verdicts(folder, record)
+        verdicts = extrapolation_definition.observe_verdicts(results, predictions)
+        theory = extrapolation_definition.definition_blocks(verdicts, results.train_length, delta)
+        builder = partial(perplexities.build_content, record, runs, results, theory)
+        return builder, {"extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta)}
+
+    def metric_tags(self, results: Perplexities) -> MetricTags:
+        """Return a metric per length."""
+        names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in results.shown_lengths}
+        return MetricTags(names, "1_by_length/ppl", "perplexity over evaluation length (step = tokens)")
+
+    def metrics_and_curve(
+        self, results: Perplexities, method: str, task: str | None
+    ) -> tuple[dict[str, float], dict[int, float]]:
+        """Return the perplexities of a run."""
+        curve = {row.result.length: row.result.ppl for row in results.results}
+        return {f"ppl_at/{length}": ppl for length, ppl in curve.items()}, curve
+
+
+def refuse_algorithms(recipe: str, algorithms: Sequence[str] | None) -> None:
+    """Refuse --algorithms for a recipe that trains on text.
+
+    Args:
+        recipe: name of the recipe.
+        algorithms: generated tasks, None if the command line has none.
+
+    Raises:
+        UserError: the command line has generated tasks.
+    """
+    if algorithms is not None:
+        raise UserError(f"recipe '{recipe}' compares on text: drop --algorithms")
+
+
+def check_training_text(sweep: Sweep, train_tokens: int) -> None:
+    """Check that the text of the training fills blocks of the training length.
+
+    Args:
+        sweep: sweep whose text exists.
+        train_tokens: largest training length in tokens.
+
+    Raises:
+        UserError: the text is too short.
+    """
+    base = sweep.base_config
+    assert sweep.data is not None
+    training_data.check_blocks(sweep.data, train_tokens, base.blocks, bool(base.separate_documents))
+
+
+def _evaluations(sweep: Sweep, texts: _Texts, run: SweepRun, method: Method) -> list[Evaluation]:
+    """Return the evaluations of a method on each text; the lengths include those of all trainings."""
+    further = (other.further.tokens for other in sweep.methods)
+    train_length = (run.parent or run).plan.settings.tokens
+    requested = sorted({train_length, *filter(None, further), *sweep.lengths})
+    limit = max_length(method.positions_eval, run.plan.settings.tokens)
+    lengths, skipped = lengths_within_limit(limit, requested, method, "tokens")
+    words = ["--split", sweep.split, *common_arguments(run, method, lengths if sweep.lengths or skipped else ())]
+    words += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
+    overrides: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval}
+    overrides["draws"] = records.default_draws(method.positions_eval)
+    key = TextKey(checkpoint="", split=sweep.split, **overrides, length=1)
+    return [
+        Evaluation(
+            command_line("eval", str(run.folder.checkpoints.last), str(data), *words),
+            tuple(replace(key, data=digest, length=n) for n in lengths),
+            data,
+            name,
+            skipped,
+        )
+        for name, (data, digest) in texts.items()
+    ]
+
+
+KIND = TextKind()

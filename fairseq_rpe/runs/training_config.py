@@ -1,0 +1,440 @@
+"""The record of a training: every setting is one field, which states its option, its flag of fairseq-train and its use.
+
+The command line, recipe keys, flags of fairseq-train, ``run.json``, the report and the tables of the documentation are
+derived from these fields.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fairseq_rpe.utils import records
+from fairseq_rpe.utils.records import Betas, Count, Fraction, NonEmptyText, NonNegative, Rule
+
+IDENTITY = "identity"  # the position transform that changes nothing
+PROGRESS = "progress"  # the log format that shows a progress line and sends fairseq's messages to a file
+STREAM_BLOCKS = "stream"  # the default of --blocks
+
+Sharing = Literal["auto", "model", "layer"]
+Schedule = Literal["inverse_sqrt", "linear", "cosine"]
+Rate = Annotated[float, Rule(lambda v: 0 < v <= 100, "a number above 0 and at most 100, with a decimal point")]
+Decay = Annotated[float, Rule(lambda v: 0 <= v <= 100, "a number from 0 to 100 with a decimal point")]
+# more processes than 1024 would stop the machine
+Processes = Annotated[int, Rule(lambda v: 1 <= v <= 1024, "a whole number from 1 to 1024")]
+# NumPy's generators take no larger seed
+Seed = Annotated[int, Rule(lambda v: 1 <= v < 2**32, "a whole number from 1 to 4294967295")]
+Rank = Annotated[int, Rule(lambda v: 0 <= v <= 10**9, "a whole number from 0 to 1000000000")]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field of :class:`TrainingConfig` means outside of Python.
+
+    Attributes:
+        help: help text of the option, without the default.
+        metavar: name of the value in the help text.
+        flags: flags of fairseq-train with the same meaning; an option sets the first of them.
+        is_reserved: whether ``flags`` after ``--`` are always refused, rather than only together with the option.
+        is_passed: whether the first flag is passed with the value of the field; otherwise
+            :mod:`fairseq_rpe.runs.fairseq_flags` has a rule for the setting.
+        passes_default: whether the flag is passed for the default value as well.
+        is_identity: whether ``run.json`` records the value among ``settings``, so that a resumed run may not change it.
+        default: value that takes effect without the option. If it is stated, an equal value is recorded as None, as in
+            runs that were recorded before the setting had an option. None if the default depends on the architecture
+            and the data, or if there is none.
+        default_words: default in the help text; empty for ``default``, or that of the architecture and the data.
+        in_sweep: whether ``sweep`` has the option, too.
+        model_key: setting of a checkpoint's model that a further training takes over.
+        title: name of the setting where the report compares it with the published value; empty: it is not compared.
+    """
+
+    help: str
+    metavar: str | None = None
+    flags: tuple[str, ...] = ()
+    is_reserved: bool = True
+    is_passed: bool = True
+    passes_default: bool = True
+    is_identity: bool = True
+    default: object = None
+    default_words: str = ""
+    in_sweep: bool = True
+    model_key: str | None = None
+    title: str = ""
+
+    @property
+    def is_recorded_if_changed(self) -> bool:
+        """Whether ``run.json`` has the value only if it differs from the default."""
+        return self.is_identity and self.default is not None
+
+
+def setting(help: str, metavar: str | None = None, *flags: str, value: Any = None, **properties: Any) -> Any:
+    """Declare a field of a dataclass with a :class:`Setting`.
+
+    Args:
+        help: help text of the option.
+        metavar: name of the value in the help text.
+        flags: flags of fairseq-train with the same meaning.
+        value: value of the field if the option is not given; :data:`dataclasses.MISSING` for a required one.
+        properties: further attributes of the setting.
+
+    Returns:
+        The field.
+    """
+    metadata = {"setting": Setting(help, metavar, flags, **properties)}
+    return field(metadata=metadata) if value is MISSING else field(default=value, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class OptimizationSettings:
+    """Settings of a training that a further training may change; None selects the default.
+
+    In a training that continues another one, None is the value of that training.
+
+    Attributes:
+        tokens: training length in tokens.
+        batch_sentences: number of sequences of one process and batch; in a recipe, of an update over all processes and
+            accumulated batches.
+        updates: number of updates of the whole training.
+        lr: peak learning rate.
+        warmup: number of updates in which the learning rate rises to ``lr``.
+        schedule: learning rate after the warm-up.
+        min_lr: last learning rate of a cosine schedule.
+        betas: β1 and β2 of Adam.
+        weight_decay: weight decay of Adam.
+        clip_norm: largest norm of the gradient; 0 does not clip it.
+        dropout: dropout of embeddings and sublayers.
+        attention_dropout: dropout of attention weights.
+        activation_dropout: dropout in feed-forward layers.
+    """
+
+    tokens: Count | None = setting(
+        "training length in tokens", "N", "--tokens-per-sample", is_passed=False, title="training length"
+    )
+    batch_sentences: Count | None = setting(
+        "sequences per process; of all processes in a recipe's preset",
+        "N",
+        "--batch-size",
+        "--max-sentences",
+        is_passed=False,
+        title="sequences per update",
+    )
+    updates: Count | None = setting(
+        "updates of the whole training", "N", "--max-update", is_identity=False, title="updates"
+    )
+    lr: Rate | None = setting("peak learning rate", "LR", "--lr", "--learning-rate", title="peak learning rate")
+    warmup: Count | None = setting("updates of warm-up", "N", "--warmup-updates", title="updates of warm-up")
+    schedule: Schedule | None = setting(
+        "learning rate after warm-up; linear ends at 0, cosine at --min-lr",
+        None,
+        "--lr-scheduler",
+        is_reserved=False,
+        is_passed=False,
+        default="inverse_sqrt",
+        title="schedule",
+    )
+    min_lr: NonNegative | None = setting(
+        "last learning rate of --schedule cosine",
+        "LR",
+        "--min-lr",
+        is_reserved=False,
+        is_passed=False,
+        default=0.0,
+        title="rate at its end",
+    )
+    betas: Betas | None = setting(
+        "Adam's decay rates",
+        "B1,B2",
+        "--adam-betas",
+        is_reserved=False,
+        default=(0.9, 0.98),
+        default_words="0.9,0.98",
+        title="betas",
+    )
+    weight_decay: Decay | None = setting(
+        "decoupled weight decay as in AdamW",
+        "X",
+        "--weight-decay",
+        "--wd",
+        is_reserved=False,
+        default=0.01,
+        title="weight decay",
+    )
+    clip_norm: NonNegative | None = setting(
+        "largest norm of the gradient; 0: no limit",
+        "X",
+        "--clip-norm",
+        is_reserved=False,
+        default=1.0,
+        title="gradients clipped at",
+    )
+    dropout: Fraction | None = setting(
+        "dropout of embeddings and sublayers", "X", "--dropout", model_key="dropout", title="dropout"
+    )
+    attention_dropout: Fraction | None = setting(
+        "dropout of attention weights",
+        "X",
+        "--attention-dropout",
+        is_reserved=False,
+        passes_default=False,
+        default=0.0,
+        model_key="attention_dropout",
+        title="dropout of attention",
+    )
+    activation_dropout: Fraction | None = setting(
+        "dropout in feed-forward layers",
+        "X",
+        "--activation-dropout",
+        "--relu-dropout",
+        is_reserved=False,
+        passes_default=False,
+        default=0.0,
+        model_key="activation_dropout",
+        title="dropout of activations",
+    )
+
+    def stated(self) -> Mapping[str, Any]:
+        """Return the settings that are not None, by name."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ModelSettings(OptimizationSettings):
+    """Settings of a training and its model that papers publish as well; None if not stated.
+
+    Attributes:
+        arch: model architecture, such as ``tiny``.
+        activation_fn: activation function of feed-forward layers.
+        share_embeddings: whether input and output embeddings are the same parameters.
+    """
+
+    arch: str | None = setting("model architecture", "NAME", "--arch", "-a", default_words="tiny")
+    activation_fn: Literal["relu", "gelu", "gelu_accurate"] | None = setting(
+        "activation of feed-forward layers",
+        None,
+        "--activation-fn",
+        is_reserved=False,
+        passes_default=False,
+        default="the architecture's",
+        default_words="gelu for small and large, else relu",
+        model_key="activation_fn",
+        title="activation",
+    )
+    share_embeddings: bool | None = setting(
+        "share one table between input and output embeddings",
+        None,
+        "--share-decoder-input-output-embed",
+        is_reserved=False,
+        passes_default=False,
+        default=False,
+        default_words="two tables",
+        model_key="share_decoder_input_output_embed",
+        title="embeddings",
+    )
+
+
+@dataclass(frozen=True)
+class TrainingSettings(ModelSettings):
+    """Settings of a training that a preset of a recipe may state; None selects the default.
+
+    Attributes:
+        update_freq: number of batches that are accumulated for one update.
+        blocks: ``stream``: blocks run across documents; ``document``: each block lies within one document.
+        separate_documents: whether documents in one block of a stream are separate.
+        rpe_share: how layers share the encoding: ``model``, ``layer`` or ``auto``.
+        compute_dtype: dtype of matrix products.
+    """
+
+    update_freq: Count | None = setting("batches per update", "N", "--update-freq", default_words="1")
+    blocks: Literal["stream", "document"] | None = setting(
+        "stream: a block may contain several documents; document: a block contains one document only",
+        None,
+        "--blocks",
+        is_passed=False,
+        default=STREAM_BLOCKS,
+    )
+    separate_documents: bool | None = setting(
+        "within blocks of a stream, attend only to tokens of the same document and count positions from its start",
+        None,
+        "--separate-documents",
+        is_passed=False,
+        default=False,
+        default_words="off",
+    )
+    rpe_share: Sharing | None = setting(
+        "one encoding for the whole model or per layer",
+        None,
+        "--rpe-share",
+        default_words="auto, as in the encoding's paper",
+        model_key="rpe_share",
+    )
+    compute_dtype: Literal["fp32", "bf16"] | None = setting(
+        "dtype of matrix products",
+        None,
+        "--compute-dtype",
+        passes_default=False,
+        default="fp32",
+        model_key="compute_dtype",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(TrainingSettings):
+    """Options of ``fairseq-rpe train``: everything that a training is started from.
+
+    Attributes:
+        rpe: spec of the encoding.
+        out: folder of the checkpoints.
+        data: folder of a binarised text or of questions; None with ``algorithm``.
+        algorithm: spec of a generated task; None with ``data``.
+        positions_train, positions_eval: specs of the position transforms.
+        seed: seed of the weights, the order of the data, dropout and random positions.
+        finetune_from: checkpoint whose weights the training starts from.
+        rpe_module: Python file that registers further encodings.
+        attention_backend: attention back end.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        nproc: number of processes or GPUs on each node.
+        nodes: number of nodes.
+        node_rank: index of this node.
+        master: HOST:PORT at which the nodes meet.
+        save_every: number of updates between checkpoints.
+        tensorboard: folder for TensorBoard's files.
+        log_encodings_every: number of updates between pictures of the encodings for TensorBoard.
+        log_format: ``progress``, or the log format of fairseq-train.
+        log_interval: number of updates between lines of the log.
+        extra: further flags for fairseq-train.
+    """
+
+    rpe: NonEmptyText = setting(
+        "encoding, e.g. alibi or type1:variant=paper", "SPEC", "--rpe", value=MISSING, in_sweep=False
+    )
+    out: Path = setting("folder for checkpoints", "DIR", "--save-dir", value=MISSING, is_identity=False, in_sweep=False)
+    data: Path | None = setting(
+        "binarised text, or folder of prepare-questions", "DATA", is_passed=False, in_sweep=False
+    )
+    algorithm: NonEmptyText | None = setting(
+        "instead of DATA: a generated task, e.g. copy:items=20",
+        "SPEC",
+        "--algorithm",
+        is_passed=False,
+        is_identity=False,
+        in_sweep=False,
+    )
+    positions_train: NonEmptyText | None = setting(
+        "position transform in training", "SPEC", "--positions-train", default_words="identity"
+    )
+    positions_eval: NonEmptyText | None = setting(
+        "position transform in evaluation",
+        "SPEC",
+        "--positions-eval",
+        default_words="the one that --positions-train implies",
+    )
+    seed: Seed = setting("seed of all random numbers", "N", "--seed", value=1, in_sweep=False)
+    finetune_from: Path | None = setting(
+        "start from the weights of this checkpoint, with a new optimiser, schedule and update count; if DATA has "
+        "questions, architecture, dropout, positions and training length come from the checkpoint too",
+        "CHECKPOINT",
+        "--finetune-from-model",
+        "--restore-file",
+        is_reserved=False,
+        in_sweep=False,
+    )
+    rpe_module: Path | None = setting("Python file that registers your encodings", "FILE", "--rpe-module")
+    attention_backend: str = setting(
+        "attention backend", "NAME", "--attention-backend", value="auto", is_identity=False
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "device of the training", None, "--cpu", value="auto", is_passed=False, is_identity=False
+    )
+    nproc: Processes = setting("processes or GPUs per machine", "N", value=1, is_passed=False)
+    nodes: Processes = setting("machines per run", "M", value=1, is_passed=False, is_identity=False)
+    node_rank: Rank | None = setting(
+        "rank of this machine among --nodes",
+        "R",
+        is_passed=False,
+        is_identity=False,
+        in_sweep=False,
+        default_words="SLURM's",
+    )
+    master: NonEmptyText | None = setting(
+        "address of the first machine",
+        "HOST:PORT",
+        is_passed=False,
+        is_identity=False,
+        in_sweep=False,
+        default_words="SLURM's",
+    )
+    save_every: Count | None = setting(
+        "updates between checkpoints", "N", "--save-interval-updates", is_identity=False, in_sweep=False
+    )
+    tensorboard: Path | None = setting(
+        "folder for TensorBoard event files", "DIR", "--tensorboard-logdir", is_identity=False, in_sweep=False
+    )
+    log_encodings_every: Count | None = setting(
+        "updates between plots of the encodings in TensorBoard", "N", "--rpe-log-encodings-every", is_identity=False
+    )
+    log_format: Literal["progress", "simple", "json"] = setting(
+        "progress: show a progress line and write fairseq-train's messages to DIR/train.log (with --debug to the "
+        "terminal too); simple or json: write fairseq's messages in this format to the terminal only",
+        None,
+        "--log-format",
+        value=PROGRESS,
+        is_passed=False,
+        is_identity=False,
+        in_sweep=False,
+    )
+    log_interval: Count = setting(
+        "updates between log lines", "N", "--log-interval", value=25, is_identity=False, in_sweep=False
+    )
+    extra: tuple[str, ...] = setting("further flags for fairseq-train", value=(), is_passed=False, in_sweep=False)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes on all nodes."""
+        return self.nproc * self.nodes
+
+    def argv(self) -> list[str]:
+        """Return the arguments of ``fairseq-rpe train`` that make the same configuration."""
+        words = [] if self.data is None else [str(self.data)]
+        for name in SETTINGS:
+            value = getattr(self, name)
+            option = option_name(name)
+            if isinstance(value, bool):
+                words.append(option if value else option.replace("--", "--no-", 1))
+            elif name not in ("data", "extra") and value is not None and (name, value) != ("nodes", 1):
+                words += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        return [*words, *(["--", *self.extra] if self.extra else [])]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the configuration as in ``run.json``, without settings that are None."""
+        values = {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+_FIRST = ("rpe", "out", "data", "algorithm", "finetune_from")  # in commands and help texts
+SETTINGS: Mapping[str, Setting] = {
+    f.name: f.metadata["setting"] for f in sorted(fields(TrainingConfig), key=lambda f: f.name not in _FIRST)
+}
+# settings whose flags of fairseq-train may follow a lone -- unless the option is given as well
+OVERRIDABLE = tuple(name for name, s in SETTINGS.items() if s.flags and not s.is_reserved)
+
+
+def option_name(name: str) -> str:
+    """Return the option of ``fairseq-rpe train`` for a field of :class:`TrainingConfig`."""
+    return "--" + name.replace("_", "-")
+
+
+def read_config(table: object, source: str) -> TrainingConfig:
+    """Read a configuration from a table of ``run.json``.
+
+    Args:
+        table: contents of ``config``.
+        source: the file, for messages.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value is not valid.
+    """
+    return records.read_record(TrainingConfig, table, source, "config")
