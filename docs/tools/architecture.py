@@ -49,8 +49,8 @@ def reachable(name: str, edges: dict[str, set[str]]) -> set[str]:
     return reached
 
 
-def reduced(edges: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the arrows that no longer path implies."""
+def without_implied(edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the arrows without those that a longer path implies."""
     return {
         name: {target for target in targets if not any(target in reachable(other, edges) for other in targets)}
         for name, targets in edges.items()
@@ -72,8 +72,8 @@ def layers(edges: dict[str, set[str]]) -> list[list[str]]:
     return rows
 
 
-def ordered(rows: list[list[str]], edges: dict[str, set[str]]) -> list[list[str]]:
-    """Return the rows with packages near those that they import, so that few arrows cross."""
+def order_rows(rows: list[list[str]], edges: dict[str, set[str]]) -> list[list[str]]:
+    """Sort each row so that packages are near those that they import, and few arrows cross."""
     column: dict[str, float] = {}
     result = []
     for row in rows:
@@ -87,41 +87,50 @@ def ordered(rows: list[list[str]], edges: dict[str, set[str]]) -> list[list[str]
 
 def svg(imports: dict[str, set[str]]) -> str:
     """Return the picture: the packages that import nothing at the top, arrows from importing to imported packages."""
-    edges = reduced(imports)
-    rows = ordered(layers(imports), edges)
-    total = max(map(len, rows)) * (WIDTH + GAP_X) - GAP_X + 2 * MARGIN
-    place = {
-        name: ((total - len(row) * (WIDTH + GAP_X) + GAP_X) / 2 + i * (WIDTH + GAP_X), MARGIN + r * (HEIGHT + GAP_Y))
-        for r, row in enumerate(rows)
-        for i, name in enumerate(row)
-    }
+    edges = without_implied(imports)
+    rows = order_rows(layers(imports), edges)
+    width = row_width(max(rows, key=len)) + 2 * MARGIN
     height = len(rows) * (HEIGHT + GAP_Y) - GAP_Y + 2 * MARGIN
+    corners: dict[str, tuple[float, float]] = {}  # top left corner of each box; rows are centred
+    for number, row in enumerate(rows):
+        left, top = (width - row_width(row)) / 2, MARGIN + number * (HEIGHT + GAP_Y)
+        for column, name in enumerate(row):
+            corners[name] = (left + column * (WIDTH + GAP_X), top)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total:g} {height:g}" font-family="sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif">',
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 8 4 0 8z" fill="#607080"/></marker></defs>',
-        f'<rect width="{total:g}" height="{height:g}" fill="white"/>',
+        f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
     ]
     for name, targets in sorted(edges.items()):
-        x, y = place[name]
-        for target in sorted(targets):
-            to_x, to_y = place[target]
-            start, end = (x + WIDTH / 2, y), (to_x + WIDTH / 2, to_y + HEIGHT + 2)
-            bend = GAP_Y * 0.6
-            path = f"M{start[0]:g} {start[1]:g}C{start[0]:g} {start[1] - bend:g} {end[0]:g} {end[1] + bend:g}"
-            lines.append(
-                f'<path d="{path} {end[0]:g} {end[1]:g}" fill="none" stroke="#607080" stroke-width="1.2" '
-                'marker-end="url(#head)"/>'
-            )
-    for name, (x, y) in sorted(place.items()):
-        colour = "#fde8c8" if name in FAIRSEQ else "#dce8f8"
-        lines.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{colour}" stroke="#405060"/>'
-        )
-        lines.append(
-            f'<text x="{x + WIDTH / 2:g}" y="{y + HEIGHT / 2 + 5:g}" font-size="14" text-anchor="middle">{name}</text>'
-        )
+        lines += [arrow(corners[name], corners[target]) for target in sorted(targets)]
+    for name, corner in sorted(corners.items()):
+        lines += box(name, corner)
     return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def row_width(row: list[str]) -> int:
+    """Return the width of a row of boxes in pixels."""
+    return len(row) * (WIDTH + GAP_X) - GAP_X
+
+
+def arrow(corner: tuple[float, float], target_corner: tuple[float, float]) -> str:
+    """Return a curve from the top of a box to the bottom of the box of an imported package."""
+    start_x, start_y = corner[0] + WIDTH / 2, corner[1]
+    end_x, end_y = target_corner[0] + WIDTH / 2, target_corner[1] + HEIGHT + 2
+    bend = GAP_Y * 0.6
+    path = f"M{start_x:g} {start_y:g}C{start_x:g} {start_y - bend:g} {end_x:g} {end_y + bend:g} {end_x:g} {end_y:g}"
+    return f'<path d="{path}" fill="none" stroke="#607080" stroke-width="1.2" marker-end="url(#head)"/>'
+
+
+def box(name: str, corner: tuple[float, float]) -> list[str]:
+    """Return the box of a package and its name; packages that import fairseq have another colour."""
+    x, y = corner
+    colour = "#fde8c8" if name in FAIRSEQ else "#dce8f8"
+    return [
+        f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{colour}" stroke="#405060"/>',
+        f'<text x="{x + WIDTH / 2:g}" y="{y + HEIGHT / 2 + 5:g}" font-size="14" text-anchor="middle">{name}</text>',
+    ]
 
 
 def main() -> int:

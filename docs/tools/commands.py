@@ -59,7 +59,7 @@ SMALL = {
     " --lengths 64,128",
     "warping": "scripts/sweep.sh --recipe warping-lm --methods rope --updates 20 --lengths 64,128",
 }
-LIMIT = 600.0  # seconds per command
+TIMEOUT = 600.0  # seconds per command
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ class Example:
     Attributes:
         page: path in the repository.
         line: first line, from 1.
+        text: the command or the source.
+        python: whether it is Python.
         reason: why it is not run; empty if it is run.
         small: commands of ``SMALL`` that are run before it.
-        settings: assignments before it in its block.
+        settings: assignments of variables before it in its block.
     """
 
     page: str
@@ -89,32 +91,37 @@ def pages() -> list[Path]:
 
 
 def is_command(text: str) -> bool:
+    """Return whether a line starts with a program or assigns variables."""
     words = [word for word in text.split() if not ASSIGNMENT.fullmatch(word)]
     return bool(words and words[0] in PROGRAMS) or bool(not words and ASSIGNMENT.match(text))
 
 
 def blocks(text: str) -> Iterator[tuple[int, str, list[str], str]]:
-    """Yield line, language, lines and previous line of every block; an indented block is ``bash``."""
+    """Yield every block of a page: fenced, or indented after an empty line or a comment.
+
+    Yields:
+        Number of the first line, from 1; language (``bash`` for an indented block); lines; and the last line before the
+        block that is not empty.
+    """
     lines = text.splitlines()
     index = 0
     while index < len(lines):
-        before = next((line for line in reversed(lines[:index]) if line.strip()), "")
-        start = index + 1
-        if lines[index].startswith("```"):
-            end = lines.index("```", start)
-            yield start + 1, lines[index][3:], lines[start:end], before
+        line, previous = lines[index], lines[index - 1] if index else ""
+        before = next((other for other in reversed(lines[:index]) if other.strip()), "")
+        if line.startswith("```"):
+            end = lines.index("```", index + 1)
+            yield index + 2, line[3:], lines[index + 1 : end], before
             index = end + 1
-        elif lines[index].startswith("    ") and (
-            index == 0 or not lines[index - 1].strip() or "-->" in lines[index - 1]
-        ):
+        elif line.startswith("    ") and (not previous.strip() or "-->" in previous):
             end = next((n for n in range(index, len(lines)) if not lines[n].startswith("    ")), len(lines))
-            yield start, "bash", [line[4:] for line in lines[index:end]], before
+            yield index + 1, "bash", [other[4:] for other in lines[index:end]], before
             index = end
         else:
             index += 1
 
 
 def examples(path: Path) -> Iterator[Example]:
+    """Yield the commands and Python examples of a page."""
     page = str(path.relative_to(ROOT))
     for start, language, lines, before in blocks(path.read_text(encoding="utf-8")):
         marks = [(match[1], match[2] or "", match[3]) for match in MARK.finditer(before)]
@@ -124,22 +131,23 @@ def examples(path: Path) -> Iterator[Example]:
             yield Example(page, start, "\n".join(lines), True, reasons[0][1] if reasons else "", small)
         elif language == "bash" and is_command(lines[0]):
             settings: list[str] = []
-            for number, (line, text) in enumerate(_joined(start, lines), 1):
+            for number, (line, text) in enumerate(_join_continued(start, lines), 1):
                 if all(ASSIGNMENT.fullmatch(word) for word in shlex.split(text, comments=True)):
                     settings.append(text)
                     continue
+                # a mark without numbers excludes all commands of the block
                 excluded = [why for numbers, why in reasons if not numbers or str(number) in numbers.strip().split(",")]
                 yield Example(page, line, text, False, excluded[0] if excluded else "", small, tuple(settings))
 
 
-def _joined(start: int, lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Yield commands with their first line; a backslash joins lines."""
-    text, begin = "", start
+def _join_continued(start: int, lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield the number of the first line, and the text, of each command; a backslash at its end continues a line."""
+    text, first = "", start
     for number, line in enumerate(lines, start):
-        begin = begin if text else number
+        first = first if text else number
         text += line.strip().removesuffix("\\")
         if not line.endswith("\\"):
-            yield begin, text
+            yield first, text
             text = ""
 
 
@@ -177,6 +185,7 @@ def check_span(text: str) -> str:
 
 
 def _fault(words: list[str], *, complete: bool) -> str:
+    """Return what is wrong with a command; ``complete``: whether required arguments must be there."""
     program, rest = words[0], words[1:]
     if program == "fairseq-rpe":
         return _command_fault(rest, complete=complete)
@@ -222,10 +231,11 @@ def _script_fault(rest: list[str], *, complete: bool) -> str:
     if path.name in SCRIPT_COMMANDS:
         return _command_fault([*SCRIPT_COMMANDS[path.name], *rest[1:]], complete=complete)
     head = " ".join(line.removeprefix("# ") for line in text.split("set -euo")[0].splitlines()[1:])
-    if goes := re.search(r"; all (?:other )?(?:arguments )?go(?:es)? to fairseq-rpe ([\w -]+)", head):
-        return _command_fault([*goes[1].split(), *rest[1:]], complete=complete)
-    if goes := re.search(r"; all arguments go to (\S+\.py)", head):
-        return _fault(["python", goes[1], *rest[1:]], complete=complete)
+    # the first lines of a script say which program gets its arguments
+    if command := re.search(r"; all (?:other )?(?:arguments )?go(?:es)? to fairseq-rpe ([\w -]+)", head):
+        return _command_fault([*command[1].split(), *rest[1:]], complete=complete)
+    if program := re.search(r"; all arguments go to (\S+\.py)", head):
+        return _fault(["python", program[1], *rest[1:]], complete=complete)
     unknown = [word for word in rest[1:] if word.startswith("--") and word not in text]
     return f"{rest[0]} has no {', '.join(unknown)}" if unknown else ""
 
@@ -298,20 +308,23 @@ def _run_example(example: Example, folder: Path) -> tuple[float, str]:
         (folder / name).write_text(example.text + "\n", encoding="utf-8")
         command = f"python {name}"
     for name in example.small:
-        subprocess.run(["bash", "-c", SMALL[name]], cwd=folder, env=env, check=True, capture_output=True, timeout=LIMIT)
+        subprocess.run(
+            ["bash", "-c", SMALL[name]], cwd=folder, env=env, check=True, capture_output=True, timeout=TIMEOUT
+        )
     start = time.monotonic()
     try:
         done = subprocess.run(
-            ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT
+            ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT
         )
     except subprocess.TimeoutExpired:
-        return LIMIT, "failed: takes too long"
+        return TIMEOUT, "failed: takes too long"
     if done.returncode:
         print((done.stdout + done.stderr)[-2000:], file=sys.stderr, flush=True)
     return time.monotonic() - start, f"failed: exit status {done.returncode}" if done.returncode else "ok"
 
 
 def main() -> int:
+    """Check the commands, and run them if asked to."""
     parser = argparse.ArgumentParser(
         description="Check or run the commands of README.md, CONTRIBUTING.md and docs/*.md."
     )

@@ -101,4 +101,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turn links between the repository's root and docs/ into links between pages."""
     if page.file.src_uri.startswith("api/"):
         return markdown
-    return LINK.sub(lambda found: OUTSIDE.get(found[2], found[2]), markdown)
+    return LINK.sub(lambda match: OUTSIDE.get(match[2], match[2]), markdown)

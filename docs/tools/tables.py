@@ -19,24 +19,14 @@ from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.analysis.backend_support import support_matrix
 from fairseq_rpe.analysis.convergence import verdict
 from fairseq_rpe.cli.main import COMMANDS, build_parser
-from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.registry import Description, Registry
 from fairseq_rpe.core.spec import Option, format_value
+from fairseq_rpe.encodings.base import FAMILIES
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.sweeps import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-FAMILIES = {
-    "bias of the distance": "adds a function of the distance to each attention score",
-    "bias of both positions": "adds a function of the positions of query and key",
-    "bias that depends on the content": "adds what queries, keys or tokens decide",
-    "rotation of queries and keys (RoPE)": "rotates pairs of elements by an angle of the position",
-    "RoPE on longer texts, without training": "remaps relative positions to those seen in training",
-    "segments": "encodes positions within and between segments of the text",
-    "vectors at the input": "adds a vector, or multiplies by a phase, before or in the layers",
-    "no positions": "causal attention without an encoding",
-}
 HEADS = 2  # heads per encoding in convergence verdicts
 
 
@@ -99,21 +89,10 @@ def encodings_table() -> str:
 
 
 def encoding_families() -> str:
-    """Return the names of the encodings, a row per family; the family follows from what an encoding does."""
+    """Return the names of the encodings, a row per family."""
     rows: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for entry in package_entries(encodings.base.registry):
-        encoding = encodings.build(entry.name, heads=4, width=64, length=64)
-        kinds = {
-            "RoPE on longer texts, without training": encoding.is_pure_rotation
-            and encoding.rotation_regions(Positions.arange(128)) is not None,
-            "bias that depends on the content": encoding.is_content_dependent,
-            "bias of the distance": isinstance(encoding, encodings.DistanceBias),
-            "bias of both positions": isinstance(encoding, encodings.PairwiseBias),
-            "segments": encoding.needs_token_ids and encoding.position_type == "none",
-            "rotation of queries and keys (RoPE)": encoding.rotates and not encoding.changes_values,
-            "vectors at the input": encoding.embeds or encoding.changes_values,
-        }
-        rows[next((family for family, applies in kinds.items() if applies), "no positions")].append(code(entry.name))
+        rows[encodings.base.registry.get(entry.name).family].append(code(entry.name))
     return markdown_table(
         ("family", "encodings", "what it does"), ((f, ", ".join(rows[f]), about) for f, about in FAMILIES.items())
     )
@@ -153,14 +132,18 @@ def model_flags_table() -> str:
     from fairseq_rpe.tasks.algorithmic import AlgorithmicConfig
     from fairseq_rpe.tasks.question_answering import QuestionAnsweringConfig
 
-    theirs = {field.name for field in dataclasses.fields(TransformerLanguageModelConfig)}
+    fairseq_fields = {field.name for field in dataclasses.fields(TransformerLanguageModelConfig)}
+    model_fields = {field.name for field in dataclasses.fields(TransformerRPELMConfig)} - fairseq_fields
+    shown_fields = {
+        TransformerRPELMConfig: model_fields,
+        AlgorithmicConfig: {"algorithm"},
+        QuestionAnsweringConfig: {"truncate", "mixture", "eval_answers"},
+    }
     rows = []
-    answers = {"truncate", "mixture", "eval_answers"}
-    configs = ((TransformerRPELMConfig, None), (AlgorithmicConfig, {"algorithm"}), (QuestionAnsweringConfig, answers))
-    for config, names in configs:
+    for config, names in shown_fields.items():
         for field in dataclasses.fields(config):
             about = str(field.metadata.get("help", ""))
-            if field.name in (names or {field.name} - theirs) and about and not about.startswith("set by"):
+            if field.name in names and about and not about.startswith("set by"):
                 default = "" if field.default is None else code(format_value(field.default))
                 rows.append((code("--" + field.name.replace("_", "-")), default, about))
     return markdown_table(("flag of fairseq-train", "default", "meaning"), rows)
@@ -177,13 +160,15 @@ def architectures_table() -> str:
     title = ("option of `train`", "tiny, text", "tiny, generated task", "any other, text", "any other, generated task")
     rows = []
     for key in settings[0]:
-        # a task determines its training length; the machine determines the threads
+        # the machine determines the threads; settings without a default here have the same default for all models
+        if key == "threads" or all(defaults[key] is None for defaults in settings):
+            continue
+        # a task determines its training length
         values = [
             "the task's" if key == "tokens" and not defaults[key] else format_value(defaults[key])
             for defaults in settings
         ]
-        if key != "threads":
-            rows.append((code("--" + key.replace("_", "-")), *values))
+        rows.append((code("--" + key.replace("_", "-")), *values))
     return f"{sizes}\n{markdown_table(title, rows)}"
 
 
@@ -208,7 +193,8 @@ def command_options() -> str:
                 continue
             word = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
             flags = " ".join(code(flag) for flag in action.option_strings)
-            values = code(str(word)) if not action.choices else ", ".join(map(code, map(str, action.choices)))
+            shows_choices = action.choices and not action.metavar  # with a metavar, the help lists the choices
+            values = ", ".join(map(code, map(str, action.choices))) if shows_choices else code(str(word))
             about = formatter._expand_help(action) if action.help else ""
             required = "required" if flags and action.required else ""
             rows.append((" ".join(filter(None, (flags, values))), "; ".join(filter(None, (about, required)))))
