@@ -3,17 +3,17 @@
     python benchmarks/attention_cpu.py                   # about two minutes on two cores
     python benchmarks/attention_cpu.py --threads 1 --only short
 
-Every line takes turns with attention without a bias on the same queries, keys and values: medians of --repeats turns
-after one that does not count, and in brackets the ratio of the shortest times, which a busy machine changes less.
-A turn is as many calls as take a few hundredths of a second. Parts:
+Each encoding is timed in rotation with attention without a bias on the same queries, keys and values. A line shows the
+ratio of the medians of --repeats rounds after a warm-up. The ratio of the shortest times follows in brackets; a busy
+machine changes that ratio less. A round has as many calls as take a few hundredths of a second. Parts:
 
-- short: a fixed bias at 64 and 128 tokens, in six layers that share it.
-- learned: tables with their gradient, forward and backward.
-- fire: two layers of 32, forward and forward with backward.
-- decode: one step of decode.py's attention part at 4,096 cached keys, six layers, each with an encoding of its own
-  where that is the encoding's default.
+- short times a fixed bias at 64 and 128 tokens, in six layers that share the bias.
+- learned times tables with their gradient, forward and backward.
+- fire times two layers of 32, forward, and forward with backward.
+- decode times one step of decode.py's attention part at 4,096 cached keys in six layers. Each layer has a separate
+  encoding if that is the encoding's default.
 
-Heads of 64, float32. Nothing is written.
+Heads are 64 wide, in float32. The script writes no files.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import decode
 import machine
@@ -35,24 +36,39 @@ from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 
 WIDTH, KEYS, LAYERS = 64, 4096, 6
-SECONDS = 0.03  # of a turn, at least
-# encoding, batch, heads, tokens, whether to go backward
-Case = tuple[str, int, int, int, bool]
-SHORT: list[Case] = [("alibi", b, 8, n, back) for b, n in ((32, 64), (8, 128), (16, 128)) for back in (False, True)]
+SECONDS = 0.03  # of a round, at least
+Call = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """An encoding and the shape of its inputs."""
+
+    spec: str
+    batch: int
+    heads: int
+    tokens: int
+    backward: bool
+
+    def __str__(self) -> str:
+        shape = f"{self.batch} × {self.heads} × {self.tokens}"
+        return f"{self.spec}, {shape}, forward{' + backward' * self.backward}"
+
+
+SHORT = [Case("alibi", b, 8, n, backward) for b, n in ((32, 64), (8, 128), (16, 128)) for backward in (False, True)]
 SHAPES = [(1, 12, 1536), (1, 8, 4096), (8, 8, 256), (32, 8, 64)]
-LEARNED: list[Case] = [(spec, *shape, True) for shape in SHAPES for spec in ("kerple_log", "t5_bias")]
-FIRE: list[Case] = [("fire", 1, 8, n, back) for n in (1536, 4096) for back in (False, True)]
-PARTS = {"short": SHORT, "learned": LEARNED, "fire": FIRE, "decode": ["alibi", "fire", "xpos"]}
-Way = Callable[[], object]
+LEARNED = [Case(spec, *shape, True) for shape in SHAPES for spec in ("kerple_log", "t5_bias")]
+FIRE = [Case("fire", 1, 8, n, backward) for n in (1536, 4096) for backward in (False, True)]
+DECODED_SPECS = ["alibi", "fire", "xpos"]
+PARTS = {"short": SHORT, "learned": LEARNED, "fire": FIRE, "decode": DECODED_SPECS}
 
 
-def ways(case: Case, layers: int = 1) -> tuple[Way, Way]:
-    """Return attention without a bias and with the encoding's bias, in layers that share it."""
+def make_attention_calls(case: Case, layers: int = 1) -> tuple[Call, Call]:
+    """Return attention without a bias and with the encoding's bias, in layers that share the bias."""
     spec, batch, heads, n, backward = case
     q, k, v = (torch.randn(batch, heads, n, WIDTH, requires_grad=backward) for _ in range(3))
     grad, positions = torch.randn_like(q), Positions.arange(n)
     encoding = build(spec, heads, heads * WIDTH, length=n)
-    learned = [p for p in encoding.parameters() if p.requires_grad]
+    parameters = [p for p in encoding.parameters() if p.requires_grad]
 
     def run(attend: Callable[[], list[torch.Tensor]], inputs: list[torch.Tensor]) -> None:
         with torch.set_grad_enabled(backward):
@@ -67,30 +83,32 @@ def ways(case: Case, layers: int = 1) -> tuple[Way, Way]:
         plan = AttentionPlan(positions, encoding.position_bias(positions))
         return [sdpa(q, k, v, plan) for _ in range(layers)]
 
-    return partial(run, plain, [q, k, v]), partial(run, biased, [q, k, v, *learned])
+    return partial(run, plain, [q, k, v]), partial(run, biased, [q, k, v, *parameters])
 
 
-def decoding(spec: str) -> tuple[Way, Way]:
-    return decode.Stack(KEYS, LAYERS).plain, decode.Stack(KEYS, LAYERS).encoded(spec)
+def make_decoding_calls(spec: str) -> tuple[Call, Call]:
+    """Return a decoding step without a bias and with the encoding."""
+    return decode.CachedAttention(KEYS, LAYERS).plain_step, decode.CachedAttention(KEYS, LAYERS).make_step(spec)
 
 
-def timed(way: Way, calls: int) -> float:
-    """Return the seconds of one call."""
+def time_calls(call: Call, count: int) -> float:
+    """Return the mean seconds of ``count`` calls."""
     start = time.perf_counter()
-    for _ in range(calls):
-        way()
-    return (time.perf_counter() - start) / calls
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
 
 
-def line(label: str, pair: tuple[Way, Way], repeats: int) -> str:
-    for way in pair:
-        way()
-    calls = max(1, int(SECONDS / timed(pair[0], 1)))
-    times = [[timed(way, calls) for way in pair] for _ in range(repeats + 1)][1:]
-    none, here = zip(*times, strict=True)
-    middle = statistics.median(none)
-    ratio, least = statistics.median(here) / middle, min(here) / min(none)
-    return f"{label:48} {1000 * middle:9.2f} ms {ratio:6.2f} ({least:.2f})"
+def format_comparison(label: str, plain: Call, encoded: Call, repeats: int) -> str:
+    """Time a call without and with an encoding in rotation, and return the line that is printed."""
+    for call in (plain, encoded):
+        call()
+    count = max(1, int(SECONDS / time_calls(plain, 1)))
+    rounds = [(time_calls(plain, count), time_calls(encoded, count)) for _ in range(repeats + 1)]
+    plain_times, encoded_times = zip(*rounds[1:], strict=True)  # the first round is a warm-up
+    median = statistics.median(plain_times)
+    ratio, least_ratio = statistics.median(encoded_times) / median, min(encoded_times) / min(plain_times)
+    return f"{label:48} {1000 * median:9.2f} ms {ratio:6.2f} ({least_ratio:.2f})"
 
 
 def main() -> None:
@@ -110,11 +128,11 @@ def main() -> None:
         for case in PARTS[part]:
             if part == "decode":
                 with torch.no_grad():
-                    print(line(f"{case}, a step at {KEYS} keys", decoding(case), args.repeats), flush=True)
+                    calls = make_decoding_calls(case)
+                    print(format_comparison(f"{case}, a step at {KEYS} keys", *calls, args.repeats), flush=True)
             else:
-                spec, batch, heads, n, backward = case
-                label = f"{spec}, {batch} × {heads} × {n}, forward{' + backward' * backward}"
-                print(line(label, ways(case, LAYERS if part == "short" else 1), args.repeats), flush=True)
+                calls = make_attention_calls(case, LAYERS if part == "short" else 1)
+                print(format_comparison(str(case), *calls, args.repeats), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Cost of two threads next to other processes, by the time that they spin while waiting.
+"""Cost of two threads while other processes run, by the time that waiting threads spin.
 
-Other processes, each in a session of its own as another user's are, keep cores busy; a small transformer block trains
-beside them, forward and backward, in a process of its own for each setting and in turns. The mean time of a step is
-printed, since what is lost is lost in few long waits that a median hides, for three sizes: 1 × 64, 4 × 128 and 8 × 256
-tokens. Needs a machine that is idle otherwise.
+Other processes keep cores busy, each in a separate session like those of another user. Meanwhile a small transformer
+block trains, forward and backward, in a separate process for each setting; the settings alternate. The script prints
+the mean time of a step for three sizes: 1 × 64, 4 × 128 and 8 × 256 tokens. It prints the mean because most time is
+lost in a few long waits, which a median hides. Run the script on an otherwise idle machine.
 
-    python benchmarks/busy.py                 # beside 0, 1 and 2 processes; about 4 minutes
+    python benchmarks/busy.py                 # with 0, 1 and 2 other processes; about 4 minutes
     python benchmarks/busy.py --others 4 --turns 3 --out busy.csv
 """
 
@@ -34,7 +34,7 @@ SETTINGS = {
 SIZES = ((1, 64, 200), (4, 128, 100), (8, 256, 10))  # sentences, tokens, steps
 
 
-def steps() -> None:
+def print_step_times() -> None:
     """Print the mean milliseconds of a step of each size; runs in the measured process."""
     import torch
     from torch.nn import functional
@@ -46,31 +46,31 @@ def steps() -> None:
         q = torch.randn(batch, 4, length, 32, requires_grad=True)
         seconds = []
         for _ in range(repeats):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             y = functional.layer_norm(narrow(functional.gelu(wide(x))) + x, (128,))
             y = y.sum() + functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
             y.backward()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
         print(1e3 * statistics.mean(seconds))
 
 
 @contextlib.contextmanager
-def load(others: int) -> Iterator[None]:
-    """Keep as many cores as ``others`` busy."""
+def busy_cores(others: int) -> Iterator[None]:
+    """Run ``others`` processes that each keep a core busy inside a ``with`` block."""
     command = [sys.executable, "-c", "while True: pass"]
-    held = [subprocess.Popen(command, start_new_session=True) for _ in range(others)]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(others)]
     try:
         yield
     finally:
-        for process in held:
+        for process in processes:
             process.kill()
 
 
 def measure(setting: dict[str, str]) -> list[float]:
-    """Return milliseconds of a step of each size with given environment variables."""
-    spins = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-    inherited = {name: value for name, value in os.environ.items() if name not in spins}
-    done = subprocess.run(
+    """Return milliseconds of a step of each size with the environment variables of a setting."""
+    replaced = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+    inherited = {name: value for name, value in os.environ.items() if name not in replaced}
+    result = subprocess.run(
         [sys.executable, __file__, "--steps"],
         env={**inherited, "OMP_NUM_THREADS": "2", **setting},
         start_new_session=True,
@@ -78,7 +78,7 @@ def measure(setting: dict[str, str]) -> list[float]:
         capture_output=True,
         text=True,
     )
-    return [float(line) for line in done.stdout.split()]
+    return [float(line) for line in result.stdout.split()]
 
 
 def main() -> None:
@@ -88,23 +88,24 @@ def main() -> None:
         "--others", type=int, nargs="+", default=[0, 1, 2], help="numbers of other processes (default: 0 1 2)"
     )
     parser.add_argument(
-        "--turns", type=int, default=3, help="processes per setting, of which the median counts (default: 3)"
+        "--turns", type=int, default=3, help="processes per setting; their median is reported (default: 3)"
     )
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument("--steps", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps:
-        return steps()
+        return print_step_times()
     sizes = [f"{batch} × {length}" for batch, length, _ in SIZES]
     head = f"{machine.processor()}, {os.cpu_count()} cores"
     print(f"{head}; mean milliseconds of a step")
     rows = []
     for others in args.others:
-        with load(others):
-            turns = [{name: measure(setting) for name, setting in SETTINGS.items()} for _ in range(args.turns)]
+        with busy_cores(others):
+            rounds = [{name: measure(setting) for name, setting in SETTINGS.items()} for _ in range(args.turns)]
         for name in SETTINGS:
-            found = [f"{statistics.median(turn[name][at] for turn in turns):.2f}" for at in range(len(sizes))]
-            rows.append({"others": others, "setting": name, **dict(zip(sizes, found, strict=True))})
+            by_size = zip(*(milliseconds[name] for milliseconds in rounds), strict=True)
+            medians = [f"{statistics.median(values):.2f}" for values in by_size]
+            rows.append({"others": others, "setting": name, **dict(zip(sizes, medians, strict=True))})
             print(*rows[-1].values(), sep=" | ", flush=True)
     if args.out is not None:
         machine.write_csv(args.out, head, rows)

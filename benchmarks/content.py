@@ -2,13 +2,15 @@
 
     python benchmarks/content.py --threads 2 --csv benchmarks/results/content.csv
 
-Eight heads of 64, one text, causal, float32, forward and forward + backward (gradients of q, k, v and of what is
-learned). "blocks" is this project's way: the bias is made for blocks of queries and again in the backward pass. "dense"
-is the usual one: the n×n bias of each head, shifted as Music Transformer and Transformer-XL do it, added by torch's
-attention; of encodings that change all scores, the n×n matrices of the reference. Memory is what a process of its own
-needs at the peak of a step, inputs included, as a multiple of torch's causal attention without a bias in another
-process; time is the median of --repeats, taken in turns in one process. A way that would need more memory than is
-free is left out.
+Attention is causal in float32, with eight heads of 64 and one text. The script measures the forward pass, and forward +
+backward with the gradients of q, k, v and of learned parameters. ``blocks`` is this project's implementation: it
+computes the bias for blocks of queries, and again in the backward pass. ``dense`` is the usual implementation: torch's
+attention with the n×n bias of each head, shifted as in Music Transformer and Transformer-XL. For encodings that change
+all scores, ``dense`` is the reference with its n×n matrices.
+
+Memory is the peak of a step in a separate process, inputs included, as a multiple of torch's causal attention without a
+bias in another process. Time is the median of --repeats runs, timed in rotation in one process. An implementation that
+would need more memory than is free is left out.
 """
 
 from __future__ import annotations
@@ -37,28 +39,30 @@ from fairseq_rpe.utils.table import Cell, Table, TableRow
 HEADS, WIDTH = 8, 64
 NONE = "no bias"
 SPECS = ["shaw", "shaw:values=true", "music", "transformer_xl", "deberta", "forgetting", "cope", "dape"]
-COPIES = 8  # n×n matrices of all heads that a dense way may hold at once; those that change all scores hold more
+COPIES = 8  # n×n matrices of all heads that a dense implementation may store at once
+COPIES_ALL_SCORES = 32  # the same where the encoding changes all scores
+CODE_LENGTH = 256  # tokens of a first step, which loads code before memory is measured
 
 
-def make_step(spec: str, way: str, n: int, training: bool) -> Callable[[], list[Tensor]]:
+def make_step(spec: str, implementation: str, n: int, training: bool) -> Callable[[], list[Tensor]]:
     """Return a function that computes the output and, in training, the gradients."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, n, WIDTH, requires_grad=training) for _ in range(3))
     grad, x = torch.randn(1, HEADS, n, WIDTH), torch.randn(1, n, HEADS * WIDTH)
     encoding = build("nope" if spec == NONE else spec, HEADS, HEADS * WIDTH, n)
-    learned = [p for p in encoding.parameters() if p.requires_grad]
-    future = torch.ones(n, n, dtype=torch.bool).triu_(1) if way == "dense" else None
+    parameters = [p for p in encoding.parameters() if p.requires_grad]
+    future = torch.ones(n, n, dtype=torch.bool).triu_(1) if implementation == "dense" else None
 
     def attend() -> Tensor:
         if spec == NONE:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         pos = Positions.arange(n)
-        plan = build_plan(encoding, pos, None, BACKENDS["sdpa" if way == "blocks" else "reference"])
-        notes = compute_token_features(x, plan)
-        if way == "blocks" or encoding.needs_all_scores:
-            return run_attention(q, k, v, plan, 0.0, notes)
-        form = encoding.content_bias(encoding.rotate(q, pos.q, pos), k, pos, notes)
-        bias = materialize_fast(form, pos).float().masked_fill(future, float("-inf"))
+        plan = build_plan(encoding, pos, None, BACKENDS["sdpa" if implementation == "blocks" else "reference"])
+        features = compute_token_features(x, plan)
+        if implementation == "blocks" or encoding.needs_all_scores:
+            return run_attention(q, k, v, plan, 0.0, features)
+        content_bias = encoding.content_bias(encoding.rotate(q, pos.q, pos), k, pos, features)
+        bias = materialize_fast(content_bias, pos).float().masked_fill(future, float("-inf"))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
     def step() -> list[Tensor]:
@@ -66,83 +70,101 @@ def make_step(spec: str, way: str, n: int, training: bool) -> Callable[[], list[
             out = attend()
             if not training:
                 return [out]
-            return list(torch.autograd.grad(out, [q, k, v, *learned], grad, allow_unused=True, materialize_grads=True))
+            inputs = [q, k, v, *parameters]
+            return list(torch.autograd.grad(out, inputs, grad, allow_unused=True, materialize_grads=True))
 
     return step
 
 
-def needed(spec: str, way: str, n: int, training: bool, threads: int, found: multiprocessing.SimpleQueue) -> None:
+def put_peak(
+    spec: str, implementation: str, n: int, training: bool, threads: int, queue: multiprocessing.SimpleQueue
+) -> None:
     """Put the peak memory of a step in MiB into a queue, relative to the process before its inputs."""
     torch.set_num_threads(threads)
-    make_step(spec, way, 256, training)()
+    make_step(spec, implementation, CODE_LENGTH, training)()
     machine.reset_peak()
     before = machine.status("VmRSS")
-    step = make_step(spec, way, n, training)
+    step = make_step(spec, implementation, n, training)
     step()
-    found.put((machine.status("VmHWM") - before) / 1024)
+    queue.put((machine.status("VmHWM") - before) / 1024)
 
 
-def memory(*case: object) -> float:
+def measure_peak(spec: str, implementation: str, n: int, training: bool, threads: int) -> float:
+    """Return what :func:`put_peak` measures, in a new process."""
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    process = context.Process(target=needed, args=(*case, queue))
+    process = context.Process(target=put_peak, args=(spec, implementation, n, training, threads, queue))
     process.start()
     process.join()
     if process.exitcode:
-        raise SystemExit(f"the process that measures {case} ended with status {process.exitcode}")
+        about = f"{spec}, {implementation}, {n} tokens"
+        raise SystemExit(f"the process that measures {about} ended with status {process.exitcode}")
     return queue.get()
 
 
-def dense(spec: str, n: int) -> int:
+def predict_dense_bytes(spec: str, n: int) -> int:
     """Return the bytes that a dense implementation may need."""
-    weighs = build(spec, HEADS, HEADS * WIDTH, n).needs_all_scores
-    return COPIES * (1 + 3 * weighs) * 4 * HEADS * n * n
+    needs_all_scores = build(spec, HEADS, HEADS * WIDTH, n).needs_all_scores
+    return (COPIES_ALL_SCORES if needs_all_scores else COPIES) * 4 * HEADS * n * n
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, object]]:
+    """Measure all encodings, and return a row for each implementation, pass and length."""
     rows = []
     torch.set_num_threads(args.threads)
     for training in (False, True):
         for n in args.lengths:
-            cases = [(NONE, "blocks"), *((spec, way) for spec in args.encodings for way in ("blocks", "dense"))]
-            fit = [c for c in cases if c[1] == "blocks" or dense(c[0], n) < machine.available()]
-            mib = {case: memory(*case, n, training, args.threads) for case in fit}
-            timed = [case for case in fit if args.longest_dense >= n or case[1] == "blocks"]
-            steps = {case: make_step(*case, n, training) for case in timed}
-            time_interleaved(steps, 1, "cpu")  # the first call fetches memory and code
-            seconds = {
-                case: statistics.median(found) for case, found in time_interleaved(steps, args.repeats, "cpu").items()
-            }
-            for case in fit:
-                rows.append(
-                    {
-                        "encoding": case[0],
-                        "way": "torch" if case[0] == NONE else case[1],
-                        "pass": "forward+backward" if training else "forward",
-                        "length": n,
-                        "mib": round(mib[case], 1),
-                        "memory_ratio": round(mib[case] / mib[NONE, "blocks"], 2),
-                        "ms": round(1000 * seconds[case], 2) if case in seconds else "",
-                        "time_ratio": round(seconds[case] / seconds[NONE, "blocks"], 2) if case in seconds else "",
-                    }
-                )
-                print(*rows[-1].values(), sep="\t", flush=True)
+            rows += measure_length(n, training, args)
     return rows
 
 
-def table(rows: list[dict[str, str]]) -> str:
-    """Return a table of memory and time as multiples of attention without a bias."""
+def measure_length(n: int, training: bool, args: argparse.Namespace) -> list[dict[str, object]]:
+    """Measure the implementations of all encodings at one length, and print and return their rows."""
+    baseline = NONE, "blocks"
+    pairs = [baseline, *((spec, name) for spec in args.encodings for name in ("blocks", "dense"))]
+    pairs = [pair for pair in pairs if pair[1] == "blocks" or predict_dense_bytes(pair[0], n) < machine.available()]
+    peaks = {pair: measure_peak(*pair, n, training, args.threads) for pair in pairs}
+    timed = [pair for pair in pairs if args.longest_dense >= n or pair[1] == "blocks"]
+    steps = {pair: make_step(*pair, n, training) for pair in timed}
+    time_interleaved(steps, 1, "cpu")  # the first call allocates memory and loads code
+    times = time_interleaved(steps, args.repeats, "cpu")
+    seconds = {pair: statistics.median(values) for pair, values in times.items()}
+    rows = []
+    for pair in pairs:
+        encoding, implementation = pair
+        rows.append(
+            {
+                "encoding": encoding,
+                "implementation": "torch" if pair == baseline else implementation,
+                "pass": "forward+backward" if training else "forward",
+                "length": n,
+                "mib": round(peaks[pair], 1),
+                "memory_ratio": round(peaks[pair] / peaks[baseline], 2),
+                "ms": round(1000 * seconds[pair], 2) if pair in seconds else "",
+                "time_ratio": round(seconds[pair] / seconds[baseline], 2) if pair in seconds else "",
+            }
+        )
+        print(*rows[-1].values(), sep="\t", flush=True)
+    return rows
+
+
+def format_table(rows: list[dict[str, str]]) -> str:
+    """Return a Markdown table of memory and time as multiples of attention without a bias."""
     columns = list(dict.fromkeys((row["pass"], row["length"]) for row in rows))
+    pairs = dict.fromkeys(_pair(row) for row in rows if row["implementation"] != "torch")
     lines = []
-    for encoding, way in dict.fromkeys((row["encoding"], row["way"]) for row in rows if row["way"] != "torch"):
-        own = {(r["pass"], r["length"]): r for r in rows if (r["encoding"], r["way"]) == (encoding, way)}
-        cells = [
-            Cell(f"{own[c]['memory_ratio']}, {own[c]['time_ratio'] or '–'}" if c in own else "left out")
-            for c in columns
-        ]
-        lines.append(TableRow(f"`{encoding}`, {way}", cells))
+    for pair in pairs:
+        by_column = {(row["pass"], row["length"]): row for row in rows if _pair(row) == pair}
+        ratios = [by_column.get(column) for column in columns]
+        cells = [Cell(f"{r['memory_ratio']}, {r['time_ratio'] or '–'}" if r else "left out") for r in ratios]
+        encoding, implementation = pair
+        lines.append(TableRow(f"`{encoding}`, {implementation}", cells))
     head = ["memory, time", *(f"{step} {int(n):,}" for step, n in columns)]
     return Table("", head, lines).to_markdown()
+
+
+def _pair(row: dict[str, str]) -> tuple[str, str]:
+    return row["encoding"], row["implementation"]
 
 
 def main() -> None:
@@ -162,7 +184,7 @@ def main() -> None:
         machine.write_csv(args.csv, head, measure(args))
     with args.csv.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    print(table(rows))
+    print(format_table(rows))
 
 
 if __name__ == "__main__":

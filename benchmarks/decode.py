@@ -6,13 +6,14 @@
     git worktree add ../before TAG
     PYTHONPATH=../before python benchmarks/decode.py --only generate --csv before.csv    # another checkout's package
 
-- attention: one token more in each of --layers layers of 8 heads of 64 that have --keys keys and values cached.
-  ``none`` is torch's attention without a bias, with the same cache; each encoding takes turns with it, and the ratio is
-  that of the medians. What layers share (positions, the plan, a bias) is made once for all of them, as in a model.
-- generate: greedy decoding of --tokens tokens after a prompt of --prompt, which is not timed, by models of one size and
-  random weights: transformer_rpe_lm with each encoding of --models, stock fairseq's transformer_lm (sinusoidal), and
-  GPT-NeoX (rope) and BLOOM (ALiBi) of the package transformers, where that is installed, called without its generate().
-  They take turns of --turn tokens, and the median turn counts.
+- attention times one more token in each of --layers layers of 8 heads of 64 with --keys cached keys and values.
+  ``none`` is torch's attention without a bias, with the same cache. Each encoding is timed in rotation with ``none``,
+  and the ratio is that of the medians. Positions, plans and biases that layers share are computed once for all of them,
+  as in a model.
+- generate times greedy decoding of --tokens tokens after a prompt of --prompt tokens, which is not timed. The models
+  have one size and random weights: transformer_rpe_lm with each encoding of --models, stock fairseq's transformer_lm
+  (sinusoidal), and GPT-NeoX (rope) and BLOOM (ALiBi) of the package transformers, if it is installed, called without
+  its generate(). Models are timed in rotation, --turn tokens at a time, and the median is reported.
 
 Nothing is written without --csv.
 """
@@ -39,83 +40,101 @@ HEADS, WIDTH, VOCABULARY = 8, 64, 4096
 SPECS = ["nope", "rope", "alibi", "type1", "kerple_log", "sandwich", "t5_bias", "fire", "xpos"]
 MODELS = ["nope", "rope", "alibi", "type1", "kerple_log", "fire"]
 OTHERS = {"fairseq": "fairseq, sinusoidal", "gpt_neox": "transformers, GPT-NeoX", "bloom": "transformers, BLOOM"}
+WARM_UP_ROUNDS = 2
 Step = Callable[[], object]
 
 
-def time_interleaved(ways: dict[str, Step], repeats: int) -> dict[str, float]:
+def time_interleaved(steps: dict[str, Step], repeats: int) -> dict[str, float]:
     """Return median seconds of each step, timed in rotation after two warm-up rounds."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 2):
-        for name, way in ways.items():
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(repeats + WARM_UP_ROUNDS):
+        for name, step in steps.items():
             start = time.perf_counter()
-            way()
-            if turn > 1:
+            step()
+            if number >= WARM_UP_ROUNDS:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-class Stack:
-    """Attention of several layers with m cached tokens; every call decodes one more token."""
+class CachedAttention:
+    """Attention of several layers with m cached tokens; every step decodes one more token.
+
+    Args:
+        keys: number of cached tokens before the first step.
+        layers: number of layers.
+    """
 
     def __init__(self, keys: int, layers: int) -> None:
+        # keys and values of each layer, (1, H, m, D) each, and the buffers that they are views of
         self.caches = [torch.randn(2, 1, HEADS, keys, WIDTH).unbind(0) for _ in range(layers)]
-        self.rooms: list[tuple[Any, Any]] = [(None, None)] * layers
+        self.buffers: list[tuple[Any, Any]] = [(None, None)] * layers
         self.qkv = torch.randn(layers, 3, 1, HEADS, 1, WIDTH)
 
-    def grow(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a token's key and value to the cache of a layer, and return all of its keys and values."""
         from fairseq_rpe.attention.kv_cache import append_tokens
 
-        old, rooms = self.caches[layer], self.rooms[layer]
-        found = [append_tokens(room, x, new) for room, x, new in zip(rooms, old, (k, v), strict=True)]
-        self.caches[layer] = k, v = found[0][0], found[1][0]
-        self.rooms[layer] = found[0][1], found[1][1]
+        (old_k, old_v), (k_buffer, v_buffer) = self.caches[layer], self.buffers[layer]
+        k, k_buffer = append_tokens(k_buffer, old_k, k)
+        v, v_buffer = append_tokens(v_buffer, old_v, v)
+        self.caches[layer], self.buffers[layer] = (k, v), (k_buffer, v_buffer)
         return k, v
 
-    def plain(self) -> None:
+    def plain_step(self) -> None:
+        """Decode a token without an encoding."""
         for layer, (q, k, v) in enumerate(self.qkv):
-            F.scaled_dot_product_attention(q, *self.grow(layer, k, v))
+            F.scaled_dot_product_attention(q, *self.append(layer, k, v))
 
-    def encoded(self, spec: str) -> Step:
-        """Build the attention plans as the decoder does, with one encoding per layer if that is the default."""
+    def make_step(self, spec: str) -> Step:
+        """Return a step that builds plans as the decoder does, with one encoding per layer if that is the default."""
         from fairseq_rpe.attention import choose_backend
         from fairseq_rpe.attention.forward import build_plan, positions_from_padding, rotate_keys, run_attention
         from fairseq_rpe.encodings import build
 
-        made = [build(spec, HEADS, HEADS * WIDTH, 512).eval() for _ in self.caches]
-        made = made if made[0].sharing_modes[0] == "layer" else made[:1] * len(made)
-        backend, tables, fixed = choose_backend("auto"), {}, made[0].rotates and made[0].fixed_rotation
+        encodings = [build(spec, HEADS, HEADS * WIDTH, 512).eval() for _ in self.caches]
+        first = encodings[0]
+        if first.sharing_modes[0] != "layer":
+            encodings = [first] * len(encodings)
+        backend, bias_cache = choose_backend("auto"), {}
+        caches_rotated = first.rotates and first.fixed_rotation
 
         def step() -> None:
             tokens = self.caches[0][0].shape[2] + 1
-            positions, padding = positions_from_padding(
-                torch.zeros(1, tokens, dtype=torch.bool), 1, made[0].length_dependent
-            )
-            plans: dict[int, Any] = {}
-            for layer, (encoding, (q, k, v)) in enumerate(zip(made, self.qkv, strict=True)):
+            no_padding = torch.zeros(1, tokens, dtype=torch.bool)
+            positions, padding = positions_from_padding(no_padding, 1, first.length_dependent)
+            plans: dict[int, Any] = {}  # by id of the encoding, as layers that share it share its plan
+            for layer, (encoding, (q, k, v)) in enumerate(zip(encodings, self.qkv, strict=True)):
                 if id(encoding) not in plans:
                     plans[id(encoding)] = build_plan(
-                        encoding, positions, padding, backend, keys_rotated=fixed, bias_cache=tables
+                        encoding, positions, padding, backend, keys_rotated=caches_rotated, bias_cache=bias_cache
                     )
                 plan = plans[id(encoding)]
-                run_attention(q, *self.grow(layer, rotate_keys(k, plan) if fixed else k, v), plan)
+                k = rotate_keys(k, plan) if caches_rotated else k
+                run_attention(q, *self.append(layer, k, v), plan)
 
         return step
 
 
-def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
+def time_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time an attention step with each encoding, and return the rows."""
     rows = []
     for keys in args.keys:
         for spec in tqdm(args.rpe, desc=f"{keys} keys"):
-            ways = {"none": Stack(keys, args.layers).plain, spec: Stack(keys, args.layers).encoded(spec)}
-            took = time_interleaved(ways, args.repeats)
-            row = {"part": "attention", "tokens": keys, "what": spec, "ms": f"{1000 * took[spec]:.3f}"}
-            rows.append({**row, "of_none": f"{took[spec] / took['none']:.2f}", "tokens_per_s": ""})
+            plain, encoded = CachedAttention(keys, args.layers), CachedAttention(keys, args.layers)
+            seconds = time_interleaved({"none": plain.plain_step, spec: encoded.make_step(spec)}, args.repeats)
+            row = {"part": "attention", "tokens": keys, "what": spec, "ms": f"{1000 * seconds[spec]:.3f}"}
+            rows.append({**row, "of_none": f"{seconds[spec] / seconds['none']:.2f}", "tokens_per_s": ""})
             tqdm.write(str(rows[-1]))
     return rows
 
 
 class Fairseq:
-    """A language model of fairseq or of this project that generates tokens."""
+    """A language model of fairseq or of this project that generates tokens.
+
+    Args:
+        spec: encoding of this project's model; None for fairseq's own model.
+        args: sizes of the model and of the prompt.
+    """
 
     def __init__(self, spec: str | None, args: argparse.Namespace) -> None:
         from fairseq.data import Dictionary
@@ -130,39 +149,48 @@ class Fairseq:
         for i in range(VOCABULARY - len(dictionary)):
             dictionary.add_symbol(f"w{i}")
         longest = args.prompt + args.tokens + 8
-        given = {"decoder_layers": args.layers, "decoder_embed_dim": HEADS * WIDTH, "decoder_attention_heads": HEADS}
-        given |= {"decoder_ffn_embed_dim": 4 * HEADS * WIDTH, "tokens_per_sample": longest, "dropout": 0.0}
-        given |= {"max_target_positions": longest, "decoder_normalize_before": True}
-        given |= {"share_decoder_input_output_embed": True}
-        chosen = Namespace(**given, rpe=spec or "sinusoidal")
-        ARCH_CONFIG_REGISTRY["transformer_rpe_lm_tiny"](chosen)
+        model_args = Namespace(
+            decoder_layers=args.layers,
+            decoder_embed_dim=HEADS * WIDTH,
+            decoder_attention_heads=HEADS,
+            decoder_ffn_embed_dim=4 * HEADS * WIDTH,
+            tokens_per_sample=longest,
+            dropout=0.0,
+            max_target_positions=longest,
+            decoder_normalize_before=True,
+            share_decoder_input_output_embed=True,
+            rpe=spec or "sinusoidal",
+        )
+        ARCH_CONFIG_REGISTRY["transformer_rpe_lm_tiny"](model_args)
         task = LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
-        kind = TransformerLanguageModel if spec is None else TransformerRPELanguageModel
-        self.decoder = kind.build_model(chosen, task).eval().decoder
+        model_class = TransformerLanguageModel if spec is None else TransformerRPELanguageModel
+        self.decoder = model_class.build_model(model_args, task).eval().decoder
         self.state: dict[str, Any] = {}
         self.rows = torch.randint(4, VOCABULARY, (1, args.prompt))
         if spec is None:
-            self._fill()
+            self._fill_cache()
         else:
             self.decoder(self.rows[:, :-1], incremental_state=self.state, features_only=True)
 
-    def _fill(self) -> None:
+    def _fill_cache(self) -> None:
         """Fill the cache from a pass without one, because fairseq reads one token per call with a cache."""
 
-        def keep(module: Any, args: Any, given: dict[str, Any]) -> None:
-            x = given["query"]
+        def store_keys_and_values(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            x = kwargs["query"]  # (n, 1, C)
             k, v = (
-                project(x).unflatten(2, (HEADS, WIDTH)).permute(1, 2, 0, 3)
+                project(x).unflatten(2, (HEADS, WIDTH)).permute(1, 2, 0, 3)  # (1, H, n, D)
                 for project in (module.k_proj, module.v_proj)
             )
             module._set_input_buffer(self.state, {"prev_key": k, "prev_value": v, "prev_key_padding_mask": None})
 
-        hooks = [x.self_attn.register_forward_pre_hook(keep, with_kwargs=True) for x in self.decoder.layers]
+        attentions = [layer.self_attn for layer in self.decoder.layers]
+        hooks = [x.register_forward_pre_hook(store_keys_and_values, with_kwargs=True) for x in attentions]
         self.decoder(self.rows[:, :-1], features_only=True)
         for hook in hooks:
             hook.remove()
 
     def step(self) -> None:
+        """Generate one token."""
         features = self.decoder(self.rows, incremental_state=self.state, features_only=True)[0]
         best = self.decoder.output_layer(features[:, -1]).argmax(-1, keepdim=True)
         self.rows = torch.cat([self.rows, best], dim=1)
@@ -194,32 +222,34 @@ class Transformers:
         self.next = prompt[:, -1:]
 
     def step(self) -> None:
+        """Generate one token."""
         logits = self.model(self.next, past_key_values=self.cache, use_cache=True).logits
         self.next = logits[:, -1].argmax(-1, keepdim=True)
 
 
-def generate(args: argparse.Namespace) -> list[dict[str, Any]]:
-    sides: dict[str, Any] = {f"here, {spec}": Fairseq(spec, args) for spec in args.models}
+def time_generation(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time the generation of tokens by each model, and return the rows."""
+    models: dict[str, Any] = {f"here, {spec}": Fairseq(spec, args) for spec in args.models}
     for name, label in OTHERS.items():
         if name not in args.others:
             continue
         if name != "fairseq" and not importlib.util.find_spec("transformers"):
             print(f"left out, {label}: the package transformers is not installed", flush=True)
             continue
-        sides[label] = Fairseq(None, args) if name == "fairseq" else Transformers(name, args)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    turns = max(1, args.tokens // args.turn)
-    for _ in tqdm(range(turns), desc="generate"):
-        for name, side in sides.items():
+        models[label] = Fairseq(None, args) if name == "fairseq" else Transformers(name, args)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    rounds = max(1, args.tokens // args.turn)
+    for _ in tqdm(range(rounds), desc="generate"):
+        for name, model in models.items():
             start = time.perf_counter()
             for _ in range(args.turn):
-                side.step()
+                model.step()
             times[name].append((time.perf_counter() - start) / args.turn)
     rows = []
     for name, values in times.items():
-        took = statistics.median(values)
-        row = {"part": "generate", "tokens": f"{args.prompt}+{turns * args.turn}", "what": name}
-        rows.append({**row, "ms": f"{1000 * took:.3f}", "of_none": "", "tokens_per_s": f"{1 / took:.1f}"})
+        seconds = statistics.median(values)  # of a token
+        row = {"part": "generate", "tokens": f"{args.prompt}+{rounds * args.turn}", "what": name}
+        rows.append({**row, "ms": f"{1000 * seconds:.3f}", "of_none": "", "tokens_per_s": f"{1 / seconds:.1f}"})
         print(rows[-1], flush=True)
     return rows
 
@@ -235,7 +265,7 @@ def main() -> None:
     )
     parser.add_argument("--prompt", type=int, default=3072, help="prompt tokens before the timed ones (%(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help="generated tokens (%(default)s)")
-    parser.add_argument("--turn", type=int, default=32, help="tokens that a model generates per turn (%(default)s)")
+    parser.add_argument("--turn", type=int, default=32, help="tokens that a model generates per round (%(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="%(default)s")
     parser.add_argument("--repeats", type=int, default=31, help="timed steps of attention (%(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="%(default)s")
@@ -247,7 +277,9 @@ def main() -> None:
     head += f"{args.threads} threads, {args.layers} layers of {HEADS} heads of {WIDTH}, float32, medians"
     print(head, flush=True)
     with torch.no_grad():
-        rows = [row for part in args.only for row in {"attention": attention, "generate": generate}[part](args)]
+        rows = [
+            row for part in args.only for row in {"attention": time_attention, "generate": time_generation}[part](args)
+        ]
     if args.csv:
         machine.write_csv(args.csv, head, rows)
         print(f"wrote {args.csv}")

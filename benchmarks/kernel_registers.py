@@ -4,10 +4,10 @@
     python benchmarks/kernel_registers.py --arch 90 --width 64 --dtype fp32 --bias table
     python benchmarks/kernel_registers.py --few               # what the tests compile: every kernel once
 
-Compiles for CUDA devices of compute capability 10·major + minor, as a launch on aligned memory does, and reads what the
-assembler says with the cuobjdump that comes with Triton. A register that does not fit spills into memory: a few bytes
-outside of a loop cost nothing, hundreds inside of it do. Shared memory above a device's limit (99 KiB on 8.6 and 8.9,
-163 on 8.0, 227 on 9.0) makes Triton drop a candidate there.
+The script compiles for CUDA devices of compute capability 10·major + minor, as a launch on aligned memory does. It
+reads registers and spilled bytes with the cuobjdump that comes with Triton. A register that does not fit is spilled
+into memory. A few spilled bytes outside of a loop cost nothing; hundreds inside a loop are slow. Triton drops a
+candidate that needs more shared memory than a device has (99 KiB on 8.6 and 8.9, 163 on 8.0, 227 on 9.0).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # nothing to compile there
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what launches do, and a warning less
+os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in launches; it also avoids a warning
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -33,7 +33,7 @@ from triton.compiler import ASTSource, compile
 from fairseq_rpe.attention.triton import bias_gradient, kernels, tiles, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-STEPS = 4  # of the search for a piece: 9 to 16 of them, which FIRE's ReLUs make
+STEPS = 4  # steps of the binary search among 9 to 16 pieces, as FIRE's ReLUs give
 BIASES = {
     "none": tiles.NONE.value,
     "table": tiles.DISTANCE.value,
@@ -66,7 +66,7 @@ class Case:
         return f"{self.kernel} {self.bias} D={self.width} {self.dtype} {m}×{n}, {warps} warps, {stages} stages"
 
 
-def kind(name: str, case: Case) -> str:
+def argument_type(name: str, case: Case) -> str:
     """Return the Triton type of an argument."""
     if name in ("scale", "factor"):
         return "fp32"
@@ -89,29 +89,29 @@ def measure(case: Case, arch: int) -> tuple[int, int, int]:
     constants |= {"low": None} if case.dtype == "fp32" else {}
     constants |= {} if constants["BIAS"] >= tiles.CURVE.value else {"near_grad": None}
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else kind(name, case) for name in names}
-    chosen = {(names.index(name),): value for name, value in constants.items() if name in names}
+    signature = {name: "constexpr" if name in constants else argument_type(name, case) for name in names}
+    constants_by_index = {(names.index(name),): value for name, value in constants.items() if name in names}
     aligned = [x for x in names if signature[x].startswith("*") or (signature[x] == "i32" and x not in tiles.LENGTHS)]
     source = ASTSource(
         fn=kernel,
         signature=signature,
-        constexprs=chosen,
+        constexprs=constants_by_index,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    made = compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages})
+    compiled = compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
         command = [str(CUOBJDUMP), "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {text}")
-    return int(found[1]), int(found[2]), made.metadata.shared
+    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if match is None:
+        raise RuntimeError(f"cuobjdump printed no number of registers: {text}")
+    return int(match[1]), int(match[2]), compiled.metadata.shared
 
 
 def candidates(kernel: str, width: int, dtype: str, larger: bool = False) -> list[tuple[int, int, int, int]]:
-    """Return the candidate sizes of a launch."""
+    """Return the candidate sizes of a launch; ``larger``: whether the device or bias allows larger ones."""
     row = (1 << (width - 1).bit_length()) * BYTES[dtype]
     if kernel in tuning.SIZES:
         return tuning.sizes(kernel, row, dtype == "fp32", larger)
@@ -121,8 +121,8 @@ def candidates(kernel: str, width: int, dtype: str, larger: bool = False) -> lis
 
 def applies(kernel: str, bias: str) -> bool:
     """Return whether a kernel supports a type of bias."""
-    without = {"diagonal_sums": ("none", "positions"), "walked_sums": ("none", "table")}
-    return bias not in without.get(kernel, ())
+    unsupported = {"diagonal_sums": ("none", "positions"), "walked_sums": ("none", "table")}
+    return bias not in unsupported.get(kernel, ())
 
 
 def few_cases() -> Iterator[Case]:

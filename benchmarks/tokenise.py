@@ -3,11 +3,11 @@
     python benchmarks/tokenise.py                       # the standard library's sources, under a minute on two cores
     python benchmarks/tokenise.py --text FILE [FILE …]  # other texts: .txt, .jsonl, compressed or not
 
-``fairseq`` is the loop of fairseq's spm_encode.py: line by line, strip, EncodeAsPieces, joined by spaces into a text
-file; ``with preprocess`` goes on to the binarised split by fairseq-preprocess with two workers. ``here`` writes the
-binarised split at once. All use one sentencepiece BPE of 16,384 symbols learned from the text. Every measurement has a
-process of its own; memory is the sum of the peaks of all its processes (of fairseq-preprocess, the largest alone). The
-text is read from a plain file in all of them.
+``fairseq`` is the loop of fairseq's spm_encode.py: it strips each line, calls EncodeAsPieces and writes the pieces,
+separated by spaces, into a text file. ``fairseq with preprocess`` then runs fairseq-preprocess with two workers, which
+writes the binarised split. ``here`` writes the binarised split directly. All use one sentencepiece BPE of 16,384
+symbols that is learned from the text, and all read the text from a plain file. Each measurement runs in a separate
+process. Memory is the sum of the peaks of all its processes; of fairseq-preprocess only the largest process counts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from fairseq_rpe.data.tokenization import load_encoder
 from fairseq_rpe.data.vocabulary import BpeLearner
 
 OUT = Path(__file__).parent / "results" / "tokenise.csv"
-WAYS = ("fairseq", "fairseq with preprocess", "here, 1 process", "here, 2 workers")
+IMPLEMENTATIONS = ("fairseq", "fairseq with preprocess", "here, 1 process", "here, 2 workers")
 TYPES = 16384
 
 
-def as_fairseq(text: Path, folder: Path) -> None:
+def encode_as_fairseq(text: Path, folder: Path) -> None:
     """Run the loop of spm_encode.py with its default options, from ``text`` to ``folder/train.spm``."""
     import sentencepiece
 
@@ -67,44 +67,44 @@ def peak_mb(process: int | None) -> float:
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
 
 
-def as_here(text: Path, folder: Path, workers: int) -> float:
+def encode_here(text: Path, folder: Path, workers: int) -> float:
     """Encode ``text`` into ``folder/train.bin`` and ``.idx`` with this project; return the workers' peak memory."""
     peaks: dict[int | None, float] = {}
-    found = (
-        ("train", piece) for document in DocumentReader([SourceFile(text)]) for piece in split_pieces(document.blocks())
-    )
+    documents = DocumentReader([SourceFile(text)])
+    pieces = (("train", piece) for document in documents for piece in split_pieces(document.blocks()))
     with SplitWriter(folder, "train", load_encoder("bpe", folder).dtype) as writer:
-        for _, encoded in encode_chunks(group_pieces(found), "bpe", folder, workers):
+        for _, encoded in encode_chunks(group_pieces(pieces), "bpe", folder, workers):
             writer.add(encoded)
             for child in multiprocessing.active_children():
                 peaks[child.pid] = peak_mb(child.pid)
     return sum(peaks.values())
 
 
-def measure(text: Path, folder: Path, way: str) -> dict[str, float]:
+def measure(text: Path, folder: Path, implementation: str) -> dict[str, float]:
     """Return seconds and peak memory of one run in this process."""
-    begun = time.perf_counter()
-    of_others = 0.0
-    if way.startswith("fairseq"):
-        as_fairseq(text, folder)
-        if way != "fairseq":
+    start = time.perf_counter()
+    children_peak_mb = 0.0
+    if implementation.startswith("fairseq"):
+        encode_as_fairseq(text, folder)
+        if implementation != "fairseq":
             preprocess(folder)
-            of_others = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            children_peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     else:
-        of_others = as_here(text, folder, int(way.removeprefix("here, ")[0]))
-    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        workers = int(implementation.removeprefix("here, ")[0])
+        children_peak_mb = encode_here(text, folder, workers)
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
-        "seconds": time.perf_counter() - begun,
-        "cpu_seconds": sum(usage.ru_utime + usage.ru_stime for usage in spent),
-        "peak_mb": peak_mb(None) + of_others,
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": sum(usage.ru_utime + usage.ru_stime for usage in usages),
+        "peak_mb": peak_mb(None) + children_peak_mb,
     }
 
 
-def in_process(text: Path, folder: Path, way: str) -> dict[str, float]:
+def measure_in_process(text: Path, folder: Path, implementation: str) -> dict[str, float]:
     """Call :func:`measure` in a new process."""
-    command = [sys.executable, __file__, "--measure", str(text), str(folder), way]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    command = [sys.executable, __file__, "--measure", str(text), str(folder), implementation]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(result.stdout)
 
 
 def write_text(sources: list[Path], path: Path, times: int) -> None:
@@ -122,43 +122,52 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="files or folders (default: standard library)")
     parser.add_argument("--name", default="standard library", help="name of the text in the results")
     parser.add_argument("--times", type=int, default=1, help="repeat the text, to see the memory (default: 1)")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each way, in turns (default: 3)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each implementation, in rotation (default: 3)")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        text, folder, way = args.measure
-        print(json.dumps(measure(Path(text), Path(folder), way)))
+        text, folder, implementation = args.measure
+        print(json.dumps(measure(Path(text), Path(folder), implementation)))
         return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         text = folder / "text.txt"
         write_text(args.text, text, args.times)
         learner = BpeLearner(TYPES, 20_000_000)
         for document in DocumentReader([SourceFile(text)]):
             learner.read(document.blocks())
         learner.write(folder)
-        runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        for way in tqdm([way for _ in range(args.runs) for way in WAYS], unit="run"):
-            runs[way].append(in_process(text, folder, way))
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in IMPLEMENTATIONS}
+        for name in tqdm(IMPLEMENTATIONS * args.runs, unit="run"):
+            runs[name].append(measure_in_process(text, folder, name))
         size = text.stat().st_size
     record(args.name, size, runs)
 
 
 def record(name: str, size: int, runs: dict[str, list[dict[str, float]]]) -> None:
-    """Print medians and append them to the CSV."""
-    median = {w: {k: statistics.median(run[k] for run in found) for k in found[0]} for w, found in runs.items()}
-    new = not OUT.exists()
+    """Print medians and append them to the CSV.
+
+    Args:
+        name: name of the text.
+        size: bytes of the text.
+        runs: implementation -> results of :func:`measure`.
+    """
+    medians = {
+        implementation: {key: statistics.median(run[key] for run in results) for key in results[0]}
+        for implementation, results in runs.items()
+    }
+    is_new = not OUT.exists()
     with open(OUT, "a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        if new:
+        if is_new:
             writer.writerow(["text", "bytes", "way", "seconds", "cpu_seconds", "speedup", "peak_mb", "cores", "python"])
-        for way, found in median.items():
-            seconds, cpu = found["seconds"], found["cpu_seconds"]
-            ratio = median["fairseq"]["seconds"] / seconds
-            row = [name, size, way, f"{seconds:.3f}", f"{cpu:.3f}", f"{ratio:.2f}", f"{found['peak_mb']:.0f}"]
+        for implementation, median in medians.items():
+            seconds, cpu, peak = median["seconds"], median["cpu_seconds"], median["peak_mb"]
+            ratio = medians["fairseq"]["seconds"] / seconds
+            row = [name, size, implementation, f"{seconds:.3f}", f"{cpu:.3f}", f"{ratio:.2f}", f"{peak:.0f}"]
             writer.writerow([*row, os.cpu_count(), platform.python_version()])
             speed = f"{size / 1e6 / seconds:.2f} MB/s, {size / 1e6 / cpu:.2f} MB per CPU second"
-            print(f"{name}, {way}: {speed}, {ratio:.2f} times fairseq, {found['peak_mb']:.0f} MB")
+            print(f"{name}, {implementation}: {speed}, {ratio:.2f} times fairseq, {peak:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@
     git worktree add ../before fb77813
     python benchmarks/train_step.py --before ../before --rows tiny-512 wiki103-512    # against another checkout
 
-All sides train the same Transformer with fairseq's Adam on the same batches, in processes that take turns. ``stock`` is
-fairseq's transformer_lm with its cross_entropy and the bias added to its causal mask, (B·H, T, T) and kept between
-steps: the way the ALiBi fork of fairseq does it. ``bf16`` is type1 with --compute-dtype bf16. Like every training that
-``fairseq-rpe train`` starts on a CPU, these have settings with which glibc keeps its memory, stock fairseq's too, so
-that the speed-up is not theirs; ``as_installed`` is stock fairseq without them.
+All sides train the same Transformer with fairseq's Adam on the same batches, in processes whose steps alternate.
+``stock`` is fairseq's transformer_lm with its cross_entropy. Its bias is added to its causal mask, (B·H, T, T), which
+is stored between steps, as in the ALiBi fork of fairseq. ``bf16`` is type1 with --compute-dtype bf16. All these
+processes have the malloc settings of ``fairseq-rpe train`` on a CPU, with which glibc keeps freed memory. Stock fairseq
+has these settings too, so that the speed-up does not include their effect. ``as_installed`` is stock fairseq without
+these settings.
 
-With --before each encoding of --rpe is trained by two processes that take turns: one with the package of that checkout,
-one with this one's and with those settings of malloc.
+With --before each encoding of --rpe is trained by processes whose steps alternate: one imports the package of the
+other checkout; the others import this package and have the malloc settings.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ ROWS = {
 }
 SIDES = ("stock", "type1", "bf16")
 AS_INSTALLED = "as_installed"
+ANSWER = "answer "  # begins the lines that a trainer process answers with; other lines are messages of libraries
 
 
 def build(
@@ -58,9 +60,19 @@ def build(
     device: str = "cpu",
     **settings: str,
 ) -> Callable[[], float]:
-    """Return a function that runs one training step and returns the loss in nats per token; ``model`` is an attribute.
+    """Return a function that runs one training step and returns the loss in nats per token.
 
-    ``settings``: more of the model's, as ``rpe_share``.
+    The function has the model as its attribute ``model``.
+
+    Args:
+        side: ``stock`` for fairseq's model; ``bf16`` or another name for this project's.
+        size: suffix of the architecture ``transformer_rpe_lm_…``.
+        tokens: tokens per block.
+        batch: blocks per batch.
+        vocabulary: number of symbols of the dictionary.
+        rpe: encoding of this project's model.
+        device: "cpu" or "cuda".
+        settings: further settings of the model, such as ``rpe_share``.
     """
     from fairseq.criterions.cross_entropy import CrossEntropyCriterion
     from fairseq.data import Dictionary
@@ -129,74 +141,76 @@ def print_profile(row: str, side: str, rpe: str = "type1") -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(5):
             step()
-    found = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    total = sum(event.self_cpu_time_total for event in found)
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events)
     print(f"{row}, {rpe if side == 'type1' else side}: {total / 5000:.1f} ms a step")
-    for event in found[:10]:
+    for event in events[:10]:
         print(f"  {100 * event.self_cpu_time_total / total:5.1f} %  {event.count // 5:5d} calls a step  {event.key}")
 
 
-def own_command(side: str, row: str, rpe: str) -> list[str]:
+def serve_command(side: str, row: str, rpe: str) -> list[str]:
+    """Return the command of a process that runs :func:`serve`."""
     return [sys.executable, __file__, "--serve", side, "--rows", row, "--rpe", rpe]
 
 
-def both_checkouts(before: Path) -> dict[str, dict[str, str]]:
+def checkout_environments(before: Path) -> dict[str, dict[str, str]]:
     """Return environments of processes that train with the package of another checkout and with this one."""
     from fairseq_rpe.runs.launch import malloc_settings
 
-    environment = {"before": {**os.environ, "PYTHONPATH": str(before.resolve())}}
-    return environment | {"after": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **malloc_settings(0)}}
+    here = {"PYTHONPATH": str(Path(__file__).parents[1]), **malloc_settings(0)}
+    return {"before": {**os.environ, "PYTHONPATH": str(before.resolve())}, "after": {**os.environ, **here}}
 
 
 class Trainer:
-    """A process that runs single training steps on request."""
+    """A process that runs single training steps on request, see :func:`serve`."""
 
     def __init__(self, row: str, side: str, rpe: str, environment: dict[str, str]) -> None:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            own_command(side, row, rpe), env=environment, stdin=pipe, stdout=pipe, text=True
+            serve_command(side, row, rpe), env=environment, stdin=pipe, stdout=pipe, text=True
         )
 
-    def ask(self) -> float:
-        """The next number: the first loss, then seconds of a step each."""
+    def step(self) -> float:
+        """Run a step; return the loss of the first step, and the seconds of each later step."""
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         while line := self.process.stdout.readline():
-            if line.startswith("answer "):
-                return float(line.removeprefix("answer "))
+            if line.startswith(ANSWER):
+                return float(line.removeprefix(ANSWER))
         sys.exit("a training ended early: its message is above")
 
     def end(self) -> tuple[float, float]:
-        """MiB at its peak, and how much of that came after the model was built; ends the process."""
+        """End the process; return its peak memory in MiB, and the part of it beyond the built model."""
         self.process.stdin.close()
-        lines = [x for x in self.process.stdout if x.startswith("answer ")]
-        most, built = (float(x.removeprefix("answer ")) for x in lines[-2:])
-        return most, most - built
+        lines = [x for x in self.process.stdout if x.startswith(ANSWER)]
+        peak, built = (float(x.removeprefix(ANSWER)) for x in lines[-2:])
+        return peak, peak - built
 
 
 def serve(row: str, side: str, rpe: str) -> None:
+    """Run a step for each line of the standard input and print its answer; at the end print peak and initial memory."""
     step = build(side, *ROWS[row], rpe)
     built = machine.status("VmRSS")
-    loss = None
+    is_first = True
     for _ in sys.stdin:
         start = time.perf_counter()
-        value = step()
-        print("answer", value if loss is None else time.perf_counter() - start, flush=True)
-        loss = value
-    print("answer", machine.status("VmHWM") / 1024, flush=True)
-    print("answer", built / 1024, flush=True)
+        loss = step()
+        print(f"{ANSWER}{loss if is_first else time.perf_counter() - start}", flush=True)
+        is_first = False
+    print(f"{ANSWER}{machine.status('VmHWM') / 1024}", flush=True)
+    print(f"{ANSWER}{built / 1024}", flush=True)
 
 
 def time_interleaved(
     trainers: dict[str, Trainer], repeats: int, about: str
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the first loss of each trainer and the median seconds of its later steps, timed in rotation."""
-    losses = {name: trainer.ask() for name, trainer in trainers.items()}
+    losses = {name: trainer.step() for name, trainer in trainers.items()}
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in tqdm(range(repeats), desc=about, leave=False):
         for name, trainer in trainers.items():
-            times[name].append(trainer.ask())
-    return losses, {name: statistics.median(found) for name, found in times.items()}
+            times[name].append(trainer.step())
+    return losses, {name: statistics.median(values) for name, values in times.items()}
 
 
 def against_stock(row: str, repeats: int) -> dict[str, Any]:
@@ -208,7 +222,7 @@ def against_stock(row: str, repeats: int) -> dict[str, Any]:
     trainers[AS_INSTALLED] = Trainer(row, "stock", "type1", here)
     losses, seconds = time_interleaved(trainers, repeats, row)
     _, tokens, batch, vocabulary = ROWS[row]
-    needed = {name: trainer.end()[1] for name, trainer in trainers.items()}
+    peaks = {name: trainer.end()[1] for name, trainer in trainers.items()}
     return {
         "row": row,
         "vocabulary": vocabulary,
@@ -216,22 +230,23 @@ def against_stock(row: str, repeats: int) -> dict[str, Any]:
         "speedup": round(seconds["stock"] / seconds["type1"], 2),
         "bf16_speedup": round(seconds["stock"] / seconds["bf16"], 2),
         f"speedup_{AS_INSTALLED}": round(seconds[AS_INSTALLED] / seconds["type1"], 2),
-        **{f"{side}_peak_MiB": round(needed[side]) for side in trainers},
-        "memory_ratio": round(needed["type1"] / needed["stock"], 2),
+        **{f"{side}_peak_MiB": round(peaks[side]) for side in trainers},
+        "memory_ratio": round(peaks["type1"] / peaks["stock"], 2),
         "loss_difference": f"{abs(losses['stock'] - losses['type1']):.1e}",
     }
 
 
-def before_and_after(folder: Path, row: str, rpe: str, repeats: int, sides: dict[str, str]) -> dict[str, Any]:
-    """Return a row of the comparison with the checkout in ``folder``."""
-    environment = both_checkouts(folder)
-    both = {"before": Trainer(row, "type1", rpe, environment["before"])}
-    both |= {name: Trainer(row, side, rpe, environment["after"]) for name, side in sides.items()}
-    losses, seconds = time_interleaved(both, repeats, f"{row}, {rpe}")
+def against_checkout(folder: Path, row: str, rpe: str, repeats: int, sides: dict[str, str]) -> dict[str, Any]:
+    """Return a row of the comparison with the checkout in ``folder``; ``sides``: name in the row -> side of build."""
+    environment = checkout_environments(folder)
+    trainers = {"before": Trainer(row, "type1", rpe, environment["before"])}
+    trainers |= {name: Trainer(row, side, rpe, environment["after"]) for name, side in sides.items()}
+    losses, seconds = time_interleaved(trainers, repeats, f"{row}, {rpe}")
     _, tokens, batch, _ = ROWS[row]
-    result = {"row": row, "rpe": rpe, **{f"{x}_tokens_per_s": round(tokens * batch / seconds[x]) for x in both}}
-    result |= {f"{x}_speedup": round(seconds["before"] / seconds[x], 2) for x in sides}
-    result |= {f"{x}_peak_MiB": round(side.end()[0]) for x, side in both.items()}
+    result: dict[str, Any] = {"row": row, "rpe": rpe}
+    result |= {f"{name}_tokens_per_s": round(tokens * batch / seconds[name]) for name in trainers}
+    result |= {f"{name}_speedup": round(seconds["before"] / seconds[name], 2) for name in sides}
+    result |= {f"{name}_peak_MiB": round(trainer.end()[0]) for name, trainer in trainers.items()}
     return result | {"loss_difference": f"{abs(losses['before'] - losses['after']):.1e}"}
 
 
@@ -253,28 +268,30 @@ def main() -> None:
     if args.serve:
         (print_profile if args.profile else serve)(args.rows[0], args.serve, args.rpe[0])
         return
-    if args.profile and args.before:
-        for row in args.rows:
-            for rpe in args.rpe:
-                for name, environment in both_checkouts(args.before).items():
-                    print(f"{name}: ", end="", flush=True)
-                    subprocess.run([*own_command("type1", row, rpe), "--profile"], env=environment, check=True)
-        return
     if args.profile:
-        for row in args.rows:
-            for side, rpe in [("stock", "type1"), *(("type1", x) for x in args.rpe), ("bf16", "type1")]:
-                print_profile(row, side, rpe)
-        return
+        return print_profiles(args)
     if args.before:
         sides = {"after": "type1", "bf16": "bf16"}
-        found = [before_and_after(args.before, row, rpe, args.repeats, sides) for row in args.rows for rpe in args.rpe]
-        write(found, OUT / "train_step-before.csv", args.repeats)
-        return
+        rows = [against_checkout(args.before, row, rpe, args.repeats, sides) for row in args.rows for rpe in args.rpe]
+        return write(rows, OUT / "train_step-before.csv", args.repeats)
     rows = []
     for row in args.rows:
         rows.append(against_stock(row, args.repeats))
         print(json.dumps(rows[-1]), flush=True)
     write(rows, OUT / "train_step.csv", args.repeats)
+
+
+def print_profiles(args: argparse.Namespace) -> None:
+    """Print the profiles of all rows: of both checkouts with --before, otherwise of all sides."""
+    for row in args.rows:
+        if not args.before:
+            for side, rpe in [("stock", "type1"), *(("type1", x) for x in args.rpe), ("bf16", "type1")]:
+                print_profile(row, side, rpe)
+            continue
+        for rpe in args.rpe:
+            for name, environment in checkout_environments(args.before).items():
+                print(f"{name}: ", end="", flush=True)
+                subprocess.run([*serve_command("type1", row, rpe), "--profile"], env=environment, check=True)
 
 
 if __name__ == "__main__":

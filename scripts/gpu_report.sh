@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Tests and measures what runs on a GPU, or with --device cpu on the CPU, into one folder with a summary.
+# Runs the tests and measurements for GPUs, or with --device cpu for the CPU, and writes results and a summary into a folder.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
 usage: scripts/gpu_report.sh [--device cuda|cpu] [--out DIR] [--small] [--dry-run]
 
-Within 9 minutes: the tests of what runs on a GPU, fairseq-rpe selftest, the speed of attention, and of whole models that
-read a block and train on it. Everything goes into DIR (default: runs/gpu-report), what was found first of all into DIR/summary.txt. Each step
-has a time limit; one that fails does not stop the next, but then the exit code is 1. Steps that need fairseq or pytest
-are skipped, and said to be, where it is not installed. Installs nothing: it runs .venv/bin/python, or the PYTHON that is
-named, or python3, with torch.
+Within 9 minutes this script runs the tests for GPUs and fairseq-rpe selftest. It then measures the speed of attention, and
+of whole models in a forward pass and in training. It writes all files into DIR and a summary into DIR/summary.txt. Each
+step has a time limit. If a step fails, the script continues with the next step and ends with exit code 1. If pytest or
+fairseq is not installed, the script skips the steps that need the package and reports this. The script installs nothing.
+It runs .venv/bin/python, the Python that the variable PYTHON names, or python3; this Python needs torch.
 
-  --device cuda|cpu  where (default: cuda)
-  --out DIR          another folder
-  --small            seconds instead of minutes: few encodings, short texts, no tests
+  --device cuda|cpu  device (default: cuda)
+  --out DIR          folder DIR for all files (default: runs/gpu-report)
+  --small            run few encodings on short texts and no tests, in seconds instead of minutes
   --dry-run          only print the commands
 TEXT
 }
@@ -39,13 +39,13 @@ python="${PYTHON:-$root/.venv/bin/python}"
 command -v "$python" >/dev/null || python=python3
 # python -m and -c would import from the current folder
 export PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-# what auto finds out is part of the report, and is found out anew
+# the backend auto stores its measurements here: they are part of the report, and each report measures again
 export FAIRSEQ_RPE_CACHE="$out/auto"
 
 failed=0
 say() { if [[ $dry ]]; then echo "# $1"; else echo "$1" | tee -a "$out/summary.txt"; fi; }
 
-# step NAME SECONDS COMMAND...: its output goes into NAME.log, its end into the summary
+# step NAME SECONDS COMMAND...: runs a command with a time limit; NAME.log gets its output, the summary its last lines
 step() {
     local name=$1 limit=$2 begin=$SECONDS code=0
     shift 2
@@ -95,12 +95,12 @@ else
 fi
 dtype=bf16
 [[ $device == cuda ]] || dtype=fp32
-# one encoding for each form of a bias; flex is compiled anew for each, which takes long
+# one encoding for each type of bias; the next step has fewer, because flex takes long to compile each of them
 step selftest 130 "${rpe[@]}" selftest --device "$device" --encodings "nope rope alibi t5_bias kerple_log fire" --backends "reference sdpa triton" --out "$out"
 step flex 80 "${rpe[@]}" selftest --device "$device" --encodings "nope kerple_log fire" --backends flex --dtype "$dtype" --out "$out/flex"
 step bench 80 "${rpe[@]}" bench --device "$device" --dtype "$dtype" --lengths 512,4096 --out "$out/bench"
 if has fairseq; then
-    # whole models, reading a block and training on it
+
     step models 130 "$python" "$root/benchmarks/model.py" --device "$device" --dtype "$dtype" --encodings nope fire --repeats 3 --turns 1 --out "$out/models.csv"
 else
     say "models: skipped, they need fairseq"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then makes the corpus of arXiv papers; all arguments go to fairseq-rpe prepare-corpus arxiv.
+# Sets up .venv if needed, then makes a corpus of arXiv papers; all arguments go to fairseq-rpe prepare-corpus arxiv.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then makes the corpus of Books (PG-19); all arguments go to fairseq-rpe prepare-corpus books.
+# Sets up .venv if needed, then makes the corpus PG-19 (books); all arguments go to fairseq-rpe prepare-corpus books.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then makes the corpus of C4; all arguments go to fairseq-rpe prepare-corpus c4.
+# Sets up .venv if needed, then makes the corpus C4; all arguments go to fairseq-rpe prepare-corpus c4.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then makes the corpus of source code; all arguments go to fairseq-rpe prepare-corpus github.
+# Sets up .venv if needed, then makes a corpus of source code; all arguments go to fairseq-rpe prepare-corpus github.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

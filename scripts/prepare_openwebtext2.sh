@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then makes the corpus of OpenWebText2; all arguments go to fairseq-rpe prepare-corpus openwebtext2.
+# Sets up .venv if needed, then makes the corpus OpenWebText2; all arguments go to fairseq-rpe prepare-corpus openwebtext2.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

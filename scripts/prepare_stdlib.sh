@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the code corpus data-bin/stdlib from the installed Python's library; all arguments go to fairseq-rpe prepare-stdlib.
+# Makes the code corpus data-bin/stdlib from Python's standard library; all arguments go to fairseq-rpe prepare-stdlib.
 set -euo pipefail
 
 usage() {
@@ -7,10 +7,11 @@ usage() {
 usage: scripts/prepare_stdlib.sh [--out DIR] [--source DIR] [--vocab-size N] [--seed N]
                                  [--valid-fraction X] [--test-fraction X] [--workers N] [--max-bytes N] [--overwrite]
 
-Makes a binarised code corpus, data-bin/stdlib, from the Python standard library: about ten seconds,
-no network. Does nothing if it already exists; a corpus made with other options is replaced only with
---overwrite. Relative paths count from the root of the repository.
-Sets up .venv first if needed; all options go to fairseq-rpe prepare-stdlib, whose --help explains them.
+This script makes the binarised code corpus data-bin/stdlib from the Python standard library. It takes about
+ten seconds and needs no network. If the corpus exists already, the script does nothing. A corpus that was made
+with other options is replaced only with --overwrite. Relative paths start at the root of the repository.
+The script first sets up .venv if needed. It passes all options to fairseq-rpe prepare-stdlib, whose --help
+explains them.
 TEXT
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then makes the corpus of Wikipedia with books; all arguments go to fairseq-rpe prepare-corpus wikibook.
+# Sets up .venv if needed, then makes a corpus of Wikipedia and books; all arguments go to fairseq-rpe prepare-corpus wikibook.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then makes the corpus of WikiText-103, with --words first the word-level version; all other
-# arguments go to fairseq-rpe prepare-corpus.
+# Sets up .venv if needed, then makes the corpus WikiText-103, in its word-level version if the first argument is --words;
+# all other arguments go to fairseq-rpe prepare-corpus.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# From nothing to a table and a figure in a few minutes on a laptop.
+# Trains four tiny models and evaluates them over lengths, from nothing to a table and a figure in a few minutes on a laptop.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
 usage: scripts/quickstart.sh [SWEEP ARGUMENTS]
 
-Sets up .venv, binarises the Python standard library's own source into data-bin/stdlib, trains four
-tiny language models (sinusoidal, alibi, type1, inv_n) on 64 tokens for 400 updates, evaluates them
-at up to 1152 tokens and writes table and figure into runs/quickstart. Takes a few minutes on two
-cores; it may be stopped at any time, and rerunning it resumes. Once finished, rerunning it takes seconds.
+This script sets up .venv and binarises the source code of the Python standard library into data-bin/stdlib.
+It trains four tiny language models (sinusoidal, alibi, type1, inv_n) on 64 tokens for 400 updates and evaluates
+them at up to 1152 tokens. It writes a table and a figure into runs/quickstart. The script takes a few minutes on
+two cores. You may stop it at any time; run it again to resume. After it has finished, another call takes seconds.
 
-Expected: sinusoidal gets clearly worse beyond 64 tokens (perplexity at 1152 at least 1.2 times that
-at 64), alibi and type1 stay level (at most 1.02 times), inv_n ends above type1.
+Expected result: compare the perplexity at 1152 tokens with the perplexity at 64 tokens.
+  sinusoidal    at least 1.2 times as high
+  alibi, type1  at most 1.02 times as high
+  inv_n         higher at 1152 tokens than type1
 TEXT
 }
 

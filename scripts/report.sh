@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then writes table, figure and page of sweeps; all arguments go to fairseq-rpe report.
+# Sets up .venv if needed, then writes tables, figures and pages of sweeps; all arguments go to fairseq-rpe report.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# Makes .venv with everything the project needs. Safe to run any number of times.
+# Makes .venv with everything the project needs; if .venv is complete, does nothing.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
 usage: scripts/setup.sh [--verbose | --quiet]
 
-Makes .venv in the repository with Python 3.11 or 3.12 and the pinned requirements, and installs
-the project into it (editable). Does nothing if that was done before with the same requirements.
+This script makes .venv in the repository with Python 3.11 or 3.12. It installs the pinned requirements and
+the project (editable). If .venv exists already with the same requirements, the script does nothing.
 
-It needs Linux on x86-64, for which fairseq's wheels are built. The PyTorch part of the project, without
-training and evaluation, installs on any platform with Python 3.11 or later: pip install .
+The script needs Linux on x86-64, because fairseq's wheels are built for this platform. To install only the
+PyTorch part of the project, without training and evaluation, use pip install . on any platform with Python
+3.11 or later.
 
-Prints one line when it begins and one when it is done.
+The script prints a line when it starts and a line when it is done.
 
   --verbose  show each step and pip's output
-  --quiet    print nothing if there is nothing to do, nor at the end
-  PYTHON     (environment) the Python to use instead of the first of python3.11, python3.12, python3
+  --quiet    print no line at the end, and no line at all if there is nothing to do
+  PYTHON     environment variable with the Python to use (default: the first of python3.11, python3.12, python3)
 TEXT
 }
 
@@ -47,14 +48,14 @@ python_version() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])
 
 venv_version() { sed -n 's/^version *= *//p' "$venv/pyvenv.cfg" 2>/dev/null || true; }
 
-# The place is part of the stamp because the scripts inside a virtual environment hold absolute paths.
+# The stamp contains the path of the repository because scripts in a virtual environment contain absolute paths.
 stamp() {
     local files
     files="$(cat requirements/*.txt setup.py pyproject.toml | digest | cut -d' ' -f1)"
     echo "$files $(venv_version) $root"
 }
 
-# Without fairseq's wheels pip would fail only after it has downloaded everything else.
+# Checked first, because without a wheel of fairseq pip would fail only after it has downloaded all other packages.
 check_platform() {
     local system
     system="$(uname -s) $(uname -m)"
@@ -85,7 +86,7 @@ find_python() {
     exit 1
 }
 
-# Taken on a directory so that nothing is left behind; freed when this shell ends, however it ends.
+# The lock is on a folder, so no lock file remains. The system releases it when this shell ends, even if it is killed.
 if command -v flock >/dev/null; then
     exec 9<"$root/requirements"
     flock 9
@@ -102,7 +103,7 @@ check_platform
 python="$(find_python)"
 echo "setting up $venv, once: this takes a minute or more" >&2
 if [[ -d "$venv" ]]; then
-    # Left half-made by an interrupted run, made elsewhere, or for another Python: start afresh.
+    # Remove a .venv that an interrupted run left incomplete, that was moved, or that has another Python.
     if [[ -f "$venv/unfinished" || "$(python_version "$python")" != "$(venv_version)" ]] ||
         ! "$venv/bin/python" -c '' 2>/dev/null ||
         { [[ -f "$venv/stamp" ]] && [[ "$(cut -d' ' -f3- "$venv/stamp")" != "$root" ]]; }; then
@@ -118,7 +119,7 @@ if [[ ! -x "$venv/bin/python" ]]; then
     "$python" -m venv "$venv"
 fi
 
-# compiling all files ahead takes longer than the few that are loaded, which Python compiles then
+# --no-compile: compiling all files takes long; Python compiles the few files that it imports
 install() {
     "$venv/bin/python" -m pip install ${pip_quiet:+"$pip_quiet"} --no-compile --no-input \
         --disable-pip-version-check --progress-bar off "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, then compares windows of evaluation; all arguments go to fairseq-rpe sliding.
+# Sets up .venv if needed, then compares sliding-window and non-overlapping evaluation; all arguments go to fairseq-rpe sliding.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

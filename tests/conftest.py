@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import shlex
 import shutil
@@ -20,36 +21,35 @@ from in_process import children_in_process, fairseq
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fairseq_rpe"
 VOCABULARY = 60
-# the first chapters of Wuthering Heights (Emily Brontë, 1847), twelve words a line: a fixed text, so that numbers stay
+# The first chapters of Wuthering Heights (Emily Brontë, 1847), twelve words a line. The text is fixed, so that measured
+# numbers do not change.
 CORPUS = Path(__file__).with_name("corpus.txt")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":  # before anything imports triton: its kernels then run in the interpreter
+if DEVICE == "cpu":  # set before anything imports triton: its kernels then run in the interpreter
     os.environ["TRITON_INTERPRET"] = "1"
-os.environ.setdefault("FAIRSEQ_RPE_CACHE", "off")  # what the user has measured is not asked, and nothing is added to it
+os.environ.setdefault("FAIRSEQ_RPE_CACHE", "off")  # tests neither read nor write the autotune cache of the user
 
-# These files start many programs. Begun first, they wait beside those that compute.
-STARTERS = (
-    *("test_slurm", "test_fairseq_cli", "test_sweep", "test_launch", "test_board", "test_cli", "test_moves"),
-    *("test_ranks", "test_benchmarks", "test_compat", "test_accuracy"),
-)
+# Test files that start many processes. They run first, so that their waiting overlaps with the computation of others.
+STARTERS = ("test_slurm", "test_fairseq_cli", "test_sweep", "test_launch", "test_board", "test_cli", "test_moves")
+STARTERS += ("test_benchmarks", "test_compat", "test_accuracy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(STARTERS)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    order = {name: index for index, name in enumerate(STARTERS)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registries_as_they_were():
-    """What the tests of a file register does not reach those of another, whichever process runs them."""
+    """After each test file, remove what its tests have registered, so that no other file of the process sees it."""
     from fairseq_rpe import algorithms, encodings, positions
 
-    tables = [room.base.registry._table for room in (algorithms, encodings, positions)]
-    before = [dict(table) for table in tables]
+    tables = [package.base.registry._table for package in (algorithms, encodings, positions)]
+    copies = [dict(table) for table in tables]
     yield
-    for table, kept in zip(tables, before, strict=True):
+    for table, copy in zip(tables, copies, strict=True):
         table.clear()
-        table.update(kept)
+        table.update(copy)
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +67,7 @@ def task():
 
 
 def model_args(rpe: str, arch: str = "transformer_rpe_lm_tiny", **changes) -> Namespace:
-    """What fairseq's parser would hand to build_model, at a size that a test affords."""
+    """Return what fairseq's parser passes to ``build_model``, for a small model; ``changes`` are further settings."""
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
     small = {"tokens_per_sample": 64, "decoder_embed_dim": 32, "decoder_attention_heads": 4}
@@ -77,7 +77,7 @@ def model_args(rpe: str, arch: str = "transformer_rpe_lm_tiny", **changes) -> Na
 
 
 def make_model(task, rpe: str, seed: int = 0, **changes):
-    """A small transformer_rpe_lm in evaluation mode."""
+    """Build a small transformer_rpe_lm in evaluation mode; ``changes`` are settings as for :func:`model_args`."""
     from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
 
     torch.manual_seed(seed)
@@ -85,21 +85,28 @@ def make_model(task, rpe: str, seed: int = 0, **changes):
 
 
 def with_vocabulary(corpus: Path, folder: Path, symbols: int) -> Path:
-    """A copy of a prepared corpus, as of fairseq-preprocess, whose dictionary has so many symbols, its specials too."""
+    """Copy a corpus and pad its dictionary to a number of symbols, special ones included.
+
+    The copy has no ``corpus.json``, like a corpus of fairseq-preprocess.
+    """
     from fairseq_rpe.data.folder import read_dictionary
 
     copy = folder / "bin"
     shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns("corpus.json"))
-    lacking = symbols - len(read_dictionary(copy / "dict.txt"))
+    missing = symbols - len(read_dictionary(copy / "dict.txt"))
     with open(copy / "dict.txt", "a", encoding="utf-8") as file:
-        file.writelines(f"madeup{n} 0\n" for n in range(lacking))
+        file.writelines(f"madeup{number} 0\n" for number in range(missing))
     return copy
 
 
 def with_documents(corpus: Path, folder: Path, lines: tuple[int, ...] = (1, 7, 2, 30, 3)) -> Path:
-    """A copy of a binarised corpus of plain lines, as documents of so many lines in turn, a blank line after each."""
-    import itertools
+    """Copy a binarised corpus and divide it into documents, with a blank line after each.
 
+    Args:
+        corpus: a corpus without documents.
+        folder: where the copy is written.
+        lines: numbers of lines of the documents, repeated in turn.
+    """
     import numpy as np
 
     from fairseq_rpe.data.folder import EOS_ID, SPLITS, read_split, write_index
@@ -109,38 +116,55 @@ def with_documents(corpus: Path, folder: Path, lines: tuple[int, ...] = (1, 7, 2
     shutil.copyfile(corpus / "dict.txt", copy / "dict.txt")
     for split in SPLITS:
         ids, sizes = read_split(corpus, split)
-        items, cycle = np.split(ids, np.cumsum(sizes)[:-1]), itertools.cycle(lines)
-        left, made = next(cycle), []
-        for item in items:
-            if not left:
-                made.append(np.array([EOS_ID], ids.dtype))
-                left = next(cycle)
-            made.append(item)
-            left -= 1
-        np.concatenate(made).tofile(copy / f"{split}.bin")
-        write_index(copy / f"{split}.idx", io.BytesIO(np.array([len(x) for x in made], "<i4").tobytes()), ids.dtype.str)
+        line_counts, remaining = itertools.cycle(lines), 0
+        new_lines = []
+        for line in np.split(ids, np.cumsum(sizes)[:-1]):
+            if not remaining:
+                if new_lines:
+                    new_lines.append(np.array([EOS_ID], ids.dtype))  # the blank line
+                remaining = next(line_counts)
+            new_lines.append(line)
+            remaining -= 1
+        np.concatenate(new_lines).tofile(copy / f"{split}.bin")
+        lengths = np.array([len(line) for line in new_lines], "<i4")
+        write_index(copy / f"{split}.idx", io.BytesIO(lengths.tobytes()), ids.dtype.str)
     return copy
 
 
 def save_checkpoint(folder, spec, layers=1, change=None, **model):
-    """What a run of a sweep leaves behind, without the rest of its model."""
+    """Save a checkpoint that has encodings but no other weights of a model.
+
+    Args:
+        folder: run folder.
+        spec: spec of the encodings.
+        layers: number of encodings.
+        change: called with each encoding before it is saved.
+        model: settings of the model.
+
+    Returns:
+        The path of the checkpoint and its encodings.
+    """
     from fairseq_rpe.encodings import build
 
     torch.manual_seed(0)
-    made = [build(spec, 4, 32, 64) for _ in range(layers)]
-    for encoding in made:
+    encodings = [build(spec, 4, 32, 64) for _ in range(layers)]
+    for encoding in encodings:
         if change is not None:
             change(encoding)
-    values = {f"decoder.encodings.{i}.{k}": v for i, e in enumerate(made) for k, v in e.state_dict().items()}
+    weights = {
+        f"decoder.encodings.{index}.{name}": value
+        for index, encoding in enumerate(encodings)
+        for name, value in encoding.state_dict().items()
+    }
     cfg = {"rpe": spec, "decoder_attention_heads": 4, "decoder_embed_dim": 32, "rpe_train_length": 64, **model}
     path = folder / "checkpoints" / "checkpoint_last.pt"
     path.parent.mkdir(parents=True)
-    torch.save({"cfg": {"model": cfg}, "model": {"decoder.embed_tokens.weight": torch.zeros(3), **values}}, path)
-    return path, made
+    torch.save({"cfg": {"model": cfg}, "model": {"decoder.embed_tokens.weight": torch.zeros(3), **weights}}, path)
+    return path, encodings
 
 
 def p_of_heads(*p):
-    """A change for ``save_checkpoint``: Kerple-log's exponents."""
+    """Return a ``change`` for :func:`save_checkpoint` that sets Kerple-log's exponent p of each head."""
     from fairseq_rpe.encodings.kerple import positive_inverse
 
     def change(encoding):
@@ -151,16 +175,16 @@ def p_of_heads(*p):
 
 
 def run(*command: str | Path, ok: bool = True, timeout: int = 300, **kwargs) -> subprocess.CompletedProcess:
-    """Run a command; by default it must succeed."""
+    """Run a command as a process; it must succeed unless ``ok`` is false."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=timeout, **kwargs)
     assert not ok or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done
 
 
 def run_here(*command: str | Path, ok: bool = True, processes: bool = False) -> subprocess.CompletedProcess:
-    """Run a command of fairseq-rpe in this process; by default it must succeed.
+    """Run a command of fairseq-rpe in this process; it must succeed unless ``ok`` is false.
 
-    The trainings and evaluations that it starts run in this process too, unless ``processes`` is set.
+    Trainings and evaluations that the command starts run in this process, too, unless ``processes`` is set.
     """
     from fairseq_rpe.cli.main import main
 
@@ -174,7 +198,7 @@ def run_here(*command: str | Path, ok: bool = True, processes: bool = False) -> 
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
-    """The one line in which a command refuses; nothing is on standard output."""
+    """Run a command of fairseq-rpe that must fail, and return its error, which must be its only output and one line."""
     from fairseq_rpe.cli.main import main
 
     capsys.readouterr()
@@ -184,15 +208,15 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) 
     return err
 
 
-def assert_equal_models(one: Path, two: Path) -> None:
-    """Two checkpoints have the same weights, bit for bit."""
-    first, second = (torch.load(path, weights_only=True)["model"] for path in (one, two))
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+def assert_equal_models(first: Path, second: Path) -> None:
+    """Assert that two checkpoints have the same weights, bit for bit."""
+    first_weights, second_weights = (torch.load(path, weights_only=True)["model"] for path in (first, second))
+    assert first_weights.keys() == second_weights.keys()
+    assert [name for name in first_weights if not torch.equal(first_weights[name], second_weights[name])] == []
 
 
 def command_words(line: str) -> list[str]:
-    """The words of a printed command line that follow the program."""
+    """Return the words of a printed command line after the name of the program."""
     return shlex.split(line.partition(" fairseq_rpe.cli.main ")[2])
 
 
@@ -207,21 +231,24 @@ TRAIN_FLAGS = [
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
-    """A folder that the first of pytest's processes to ask for it fills, and all use: its name, and what fills it."""
-    place = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        place = place.parent
+    """A function that returns a folder which all processes of pytest share, by its name.
 
-    def folder_of(name: str, fill: Callable[[Path], None]) -> Path:
-        folder, done = place / f"{name}-for-all", place / f"{name}-for-all.done"
-        with filelock.FileLock(place / f"{name}-for-all.lock"):
+    The process that first asks for the folder fills it with the function that it passes; others wait.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own below that of the session
+        base = base.parent
+
+    def shared_folder(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, done = base / f"{name}-for-all", base / f"{name}-for-all.done"
+        with filelock.FileLock(base / f"{name}-for-all.lock"):
             if not done.exists():
                 folder.mkdir()
                 fill(folder)
                 done.touch()
         return folder
 
-    return folder_of
+    return shared_folder
 
 
 @pytest.fixture(scope="session")
@@ -232,11 +259,11 @@ def corpus(made_once) -> Path:
 
 def _fill_corpus(folder: Path) -> None:
     lines = CORPUS.read_text(encoding="utf-8").splitlines(keepends=True)
-    parts = {"train": lines[:600], "valid": lines[600:700], "test": lines[700:]}
+    splits = {"train": lines[:600], "valid": lines[600:700], "test": lines[700:]}
     flags: list[str | Path] = ["--only-source", "--destdir", folder / "bin", "--nwordssrc", "300"]
-    for name, part in parts.items():
-        (folder / f"{name}.txt").write_text("".join(part), encoding="utf-8")
-        flags += [f"--{name}pref", folder / f"{name}.txt"]
+    for split, split_lines in splits.items():
+        (folder / f"{split}.txt").write_text("".join(split_lines), encoding="utf-8")
+        flags += [f"--{split}pref", folder / f"{split}.txt"]
     fairseq("preprocess", *flags)
 
 
@@ -253,7 +280,7 @@ def trained(corpus, made_once) -> Path:
 
 @pytest.fixture(scope="session")
 def state(trained) -> dict:
-    """What is in it, the weights of words made larger so that predictions differ clearly."""
+    """The content of ``trained``, with larger weights of words, so that predictions differ clearly."""
     state = torch.load(trained)
     for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
         state["model"][name] = 5 * state["model"][name]
@@ -262,24 +289,33 @@ def state(trained) -> dict:
 
 @pytest.fixture
 def undrawn(monkeypatch) -> None:
-    """Figures are made but not drawn, which takes most of a report's time and is tested elsewhere."""
+    """Write empty pictures: drawing takes most of a report's time, and other tests draw figures."""
     monkeypatch.setattr("fairseq_rpe.figures.style.save", lambda figure, *paths: [path.touch() for path in paths])
     monkeypatch.setattr("fairseq_rpe.figures.sweep_curves.label_line_ends", lambda *_: None)
     monkeypatch.setattr("fairseq_rpe.reports.page.to_svg", lambda figure: b"<svg/>")
 
 
 def checkpoint_with(state: dict, folder: Path, spec: str = "alibi", dtype=torch.float32, task=None, **model) -> Path:
-    """The same model with another encoding, number type or other settings."""
+    """Save a checkpoint with another encoding.
+
+    Args:
+        state: content of a checkpoint.
+        folder: where it is written.
+        spec: spec of the encoding, which all layers share; its weights are initial ones.
+        dtype: dtype of all weights.
+        task: settings of the task.
+        model: settings of the model.
+    """
     from fairseq_rpe.encodings import build
 
     cfg = {**state["cfg"]}
     heads, width = cfg["model"]["decoder_attention_heads"], cfg["model"]["decoder_embed_dim"]
     torch.manual_seed(0)
-    own = build(spec, heads, width, 32).state_dict()
-    weights = {k: v for k, v in state["model"].items() if not k.startswith("decoder.encodings.")}
-    weights |= {f"decoder.encodings.0.{k}": v for k, v in own.items()}
+    encoding = build(spec, heads, width, 32)
+    weights = {name: value for name, value in state["model"].items() if not name.startswith("decoder.encodings.")}
+    weights |= {f"decoder.encodings.0.{name}": value for name, value in encoding.state_dict().items()}
     cfg["model"] = {**cfg["model"], "rpe": spec, "rpe_share": "model", **model}
     cfg["task"] = {**cfg["task"], **(task or {})}
     path = folder / "checkpoint.pt"
-    torch.save({**state, "cfg": cfg, "model": {k: v.to(dtype) for k, v in weights.items()}}, path)
+    torch.save({**state, "cfg": cfg, "model": {name: value.to(dtype) for name, value in weights.items()}}, path)
     return path

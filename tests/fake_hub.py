@@ -1,4 +1,4 @@
-"""A stand-in for the library of the Hugging Face hub, whose data sets are in memory."""
+"""A stand-in for ``huggingface_hub`` with data sets in memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import pytest
 
 
 class FakeHub(types.ModuleType):
-    """Takes the place of ``huggingface_hub``.
+    """Module that replaces ``huggingface_hub``.
 
-    ``files`` are the contents by data set and branch, then by path; ``downloaded`` are the paths in the order of their
-    downloads; ``failures`` are raised by the download of a path, or of a data set as a whole.
+    Attributes:
+        cache: folder of downloaded files.
+        files: (data set, branch) -> path -> content; the branch None is the default one.
+        downloaded: paths in the order of their downloads.
+        failures: exceptions that the download of a path, or of a whole data set, raises.
     """
 
     def __init__(self, cache: Path, files: Mapping[tuple[str, str | None], Mapping[str, bytes]]) -> None:
         super().__init__("huggingface_hub")
-        self.cache, self.files = cache, {place: dict(content) for place, content in files.items()}
+        self.cache, self.files = cache, {key: dict(content) for key, content in files.items()}
         self.downloaded: list[str] = []
         self.failures: dict[str, Exception] = {}
         self.errors: Any = types.ModuleType("huggingface_hub.errors")
@@ -43,22 +46,18 @@ class FakeHub(types.ModuleType):
 
     def list_repo_tree(self, name: str, folder: str | None, recursive: bool, revision: str, repo_type: str) -> Any:
         assert (recursive, repo_type) == (True, "dataset")
-        [content] = [c for (one, branch), c in self.files.items() if (one, f"sha of {branch}") == (name, revision)]
-        begin = f"{folder}/" if folder else ""
-        found = sorted(path for path in content if path.startswith(begin))
-        if not found:
+        [files] = self._files_of(name, revision)
+        start = f"{folder}/" if folder else ""
+        paths = sorted(path for path in files if path.startswith(start))
+        if not paths:
             raise self.errors.EntryNotFoundError("404")
-        yield types.SimpleNamespace(path=f"{begin}deeper")  # a folder has no size
-        yield from (types.SimpleNamespace(path=path, size=1) for path in found)
+        yield types.SimpleNamespace(path=f"{start}deeper")  # a folder has no size
+        yield from (types.SimpleNamespace(path=path, size=1) for path in paths)
 
     def hf_hub_download(self, name: str, path: str, repo_type: str, revision: str | None) -> str:
         assert repo_type == "dataset"
-        [content] = [
-            content[path]
-            for (one, branch), content in self.files.items()
-            if one == name and revision in (None, f"sha of {branch}") and path in content
-        ]
-        return str(self._kept(path, content))
+        [content] = [files[path] for files in self._files_of(name, revision) if path in files]
+        return str(self._download(path, content))
 
     def snapshot_download(self, name: str, repo_type: str, allow_patterns: Sequence[str]) -> str:
         assert repo_type == "dataset"
@@ -66,10 +65,19 @@ class FakeHub(types.ModuleType):
             raise self.failures[name]
         for path, content in self.files[name, None].items():
             if any(fnmatch.fnmatch(path, pattern) for pattern in allow_patterns):
-                self._kept(path, content)
+                self._download(path, content)
         return str(self.cache)
 
-    def _kept(self, path: str, content: bytes) -> Path:
+    def _files_of(self, name: str, revision: str | None) -> list[dict[str, bytes]]:
+        """Return the files of the branches of a data set that have this revision; None: of all its branches."""
+        return [
+            files
+            for (data_set, branch), files in self.files.items()
+            if data_set == name and revision in (None, f"sha of {branch}")
+        ]
+
+    def _download(self, path: str, content: bytes) -> Path:
+        """Write a file into the cache, or raise its failure."""
         if path in self.failures:
             raise self.failures[path]
         self.downloaded.append(path)

@@ -1,7 +1,7 @@
-"""As much of SLURM as submitit needs, on one machine: sbatch, srun, scontrol and sacct as a folder of programs.
+"""The programs of SLURM that submitit needs, on one machine: sbatch, srun, scontrol and sacct.
 
-Jobs run one after another, each of their nodes as a process; an array waits for what it depends on. ``$FAKE_SLURM``
-holds what was submitted and the states.
+The jobs of an array run one after another, and each node of a job is a process. A job waits for the jobs that it
+depends on. The folder ``$FAKE_SLURM`` has a script and a state for each job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROGRAMS = ("sbatch", "srun", "scontrol", "sacct")
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Put the programs into ``folder``; returns the environment to use them."""
+    """Write the programs into ``folder``, and return the environment variables for their use."""
     folder.mkdir(parents=True)
     for name in PROGRAMS:
         program = folder / name
@@ -27,6 +27,7 @@ def install(folder: Path) -> dict[str, str]:
 
 
 def sbatch(state: Path, script: str) -> None:
+    """Submit a script: a background process runs it."""
     number = 100 + len(list(state.glob("*.sh")))
     (state / f"{number}.sh").write_text(Path(script).read_text())
     subprocess.Popen(
@@ -40,67 +41,78 @@ def sbatch(state: Path, script: str) -> None:
 
 
 def daemon(state: Path, number: str) -> None:
-    """Run the job, or the jobs of the array."""
+    """Run a submitted job, or all jobs of an array, after the jobs that it depends on."""
     script = state / f"{number}.sh"
     (state / f"{number}.daemon").write_text(str(os.getpid()))
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script.read_text(), re.M))
-    for before in options.get("dependency", "").split(":")[1:]:
-        ended = state / f"{before}.state"
-        while not ended.exists() or ended.read_text() == "RUNNING":
+    for dependency in options.get("dependency", "").split(":")[1:]:
+        state_file = state / f"{dependency}.state"
+        while not state_file.exists() or state_file.read_text() == "RUNNING":
             time.sleep(0.1)
-    last = re.match(r"0-(\d+)", options["array"]) if "array" in options else None
-    for task in range(int(last[1]) + 1) if last else [None]:
-        name = number if task is None else f"{number}_{task}"
-        job = {"SLURM_JOB_ID": f"{number}{task or 0}" if last else number, "SLURM_JOB_NODELIST": "localhost"}
-        job |= {"SLURM_NNODES": options["nodes"], "SLURM_JOB_NUM_NODES": options["nodes"]}
-        job |= {"SLURM_NTASKS": options["nodes"]}
-        if last:
-            job |= {"SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": str(task)}
-        while True:
-            (state / f"{name}.state").write_text("RUNNING")
-            code = subprocess.run(["bash", str(script)], env={**os.environ, **job}).returncode
-            if not (state / f"{name}.requeue").exists():
-                break
-            (state / f"{name}.requeue").rename(state / f"{name}.requeued")
-        (state / f"{name}.state").write_text("FAILED" if code else "COMPLETED")
+    nodes = {"SLURM_JOB_NODELIST": "localhost"}
+    nodes |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS"), options["nodes"])
+    if "array" not in options:
+        run_job(state, number, script, {**nodes, "SLURM_JOB_ID": number})
+        return
+    last_task = int(options["array"].partition("%")[0].removeprefix("0-"))
+    for task in range(last_task + 1):
+        job = {"SLURM_JOB_ID": f"{number}{task}", "SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": str(task)}
+        run_job(state, f"{number}_{task}", script, {**nodes, **job})
+
+
+def run_job(state: Path, name: str, script: Path, variables: dict[str, str]) -> None:
+    """Run a job, again if it was requeued, and record its state."""
+    requeue = state / f"{name}.requeue"
+    while True:
+        (state / f"{name}.state").write_text("RUNNING")
+        code = subprocess.run(["bash", str(script)], env={**os.environ, **variables}).returncode
+        if not requeue.exists():
+            break
+        requeue.rename(state / f"{name}.requeued")
+    (state / f"{name}.state").write_text("FAILED" if code else "COMPLETED")
 
 
 def srun(state: Path, *words: str) -> None:
-    given = list(words)
-    patterns = {}
-    while given[0].startswith("--"):
-        option = given.pop(0)
+    """Run a command on each node of the job; its exit status is the largest one."""
+    command, outputs = list(words), {}
+    while command[0].startswith("--"):
+        option = command.pop(0)
         if option in ("--output", "--error"):
-            patterns[option] = given.pop(0)
-    jobs = []
+            outputs[option] = command.pop(0)
+    processes = []
     for node in range(int(os.environ["SLURM_NNODES"])):
-        files = dict(patterns)
-        names = {"%A": os.environ.get("SLURM_ARRAY_JOB_ID", ""), "%a": os.environ.get("SLURM_ARRAY_TASK_ID", "")}
-        names |= {"%j": os.environ["SLURM_JOB_ID"], "%t": str(node)}
-        for sign, value in names.items():
-            files = {key: name.replace(sign, value) for key, name in files.items()}
-        own = {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
-        with open(files["--output"], "a") as out, open(files["--error"], "a") as error:
-            jobs.append(subprocess.Popen(given, env={**os.environ, **own}, stdout=out, stderr=error))
-    sys.exit(max(abs(job.wait()) for job in jobs))
+        variables = {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
+        out, error = (open(file_name(outputs[option], node), "a") for option in ("--output", "--error"))
+        processes.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=out, stderr=error))
+    sys.exit(max(abs(process.wait()) for process in processes))
 
 
-def scontrol(state: Path, what: str, *words: str) -> None:
-    if what == "requeue":
+def file_name(pattern: str, node: int) -> str:
+    """Return the name of an output file: %A is the array, %a the task in it, %j the job, %t the node."""
+    signs = {"%A": os.environ.get("SLURM_ARRAY_JOB_ID", ""), "%a": os.environ.get("SLURM_ARRAY_TASK_ID", "")}
+    signs |= {"%j": os.environ["SLURM_JOB_ID"], "%t": str(node)}
+    for sign, value in signs.items():
+        pattern = pattern.replace(sign, value)
+    return pattern
+
+
+def scontrol(state: Path, command: str, *words: str) -> None:
+    """Requeue a job, or print the names of nodes."""
+    if command == "requeue":
         (state / f"{words[0]}.requeue").touch()
-    elif (what, words[0]) == ("show", "hostnames"):
+    elif (command, words[0]) == ("show", "hostnames"):
         print(words[1])
     else:
-        sys.exit(f"scontrol {what} is not known here")
+        sys.exit(f"scontrol {command} is not known here")
 
 
 def sacct(state: Path, *words: str) -> None:
+    """Print the state of every job."""
     print("JobID|State|NodeList")
     for path in state.glob("*.state"):
         print(f"{path.stem}|{path.read_text()}|localhost")
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (sbatch, srun, scontrol, sacct, daemon)}[sys.argv[1]](
-        Path(os.environ["FAKE_SLURM"]), *sys.argv[2:]
-    )
+    programs = {function.__name__: function for function in (sbatch, srun, scontrol, sacct, daemon)}
+    programs[sys.argv[1]](Path(os.environ["FAKE_SLURM"]), *sys.argv[2:])

@@ -1,7 +1,7 @@
-"""Exact log-biases for 8 heads and a model width of 512, computed in float64 from the published formulas.
+"""Exact biases for 8 heads and a model width of 512, computed in float64 from the published formulas.
 
-spec -> head (from 1) -> value at each of DISTANCES. The first, third and last head; of a form
-without head dependence the first only.
+``GOLDEN`` maps spec -> head (from 1) -> bias at each of ``DISTANCES``. It has the first, the third and the last head,
+or only the first if the bias is the same for all heads.
 """
 
 DISTANCES = [0, 1, 2, 10, 64, 511, 512, 1023, 9215]
@@ -300,7 +300,7 @@ GOLDEN = {
     },
 }
 
-# first distance of a bucket -> its number, max_distance 128
+# first distance of a bucket of T5's bias -> number of the bucket, for a max_distance of 128 and 32 or 64 buckets
 BUCKETS_32 = {
     16: 16,
     19: 17,

@@ -1,8 +1,8 @@
-"""An encoding for ``--rpe-module`` that shows a training from inside, and can hold it at one of its batches.
+"""An encoding for ``--rpe-module`` that records each batch of a training, and can make the training wait.
 
-It adds a line for each training batch to ``rankN.jsonl`` of the folder ``$HELD_NOTES``: its process, the positions of
-the batch, and its learned scale. While that folder has a file ``hold``, whose text is a number of batches, a process
-that has begun the next one waits.
+For each training batch it adds a line to ``rankN.jsonl`` in the folder ``$HELD_NOTES``, with the process, the positions
+of the batch and the learned scale. While that folder has a file ``hold`` with a number of batches in it, a process that
+has begun more batches waits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fairseq_rpe.encodings import Absolute, register
 _batches = 0
 
 
-def _note(**what: object) -> None:
+def _note(**values: object) -> None:
     path = Path(os.environ["HELD_NOTES"]) / f"rank{os.environ.get('RANK', '0')}.jsonl"
     with open(path, "a") as file:
-        file.write(json.dumps({"process": os.getpid(), **what}) + "\n")
+        file.write(json.dumps({"process": os.getpid(), **values}) + "\n")
 
 
 @register("held")
 class Held(Absolute):
-    """The same vector at all positions: random ones leave the training as it is."""
+    """Adds the same vector at all positions, so that random positions do not change the training."""
 
     formula = "x + scale c"
     paper = "none"
@@ -37,15 +37,16 @@ class Held(Absolute):
     def setup(self) -> None:
         self.scale = torch.nn.Parameter(torch.tensor(0.01))
 
-    def vectors(self, at: Tensor) -> Tensor:
+    def vectors(self, positions: Tensor) -> Tensor:
         if self.training and "HELD_NOTES" in os.environ:
             global _batches
-            _note(positions=at.tolist(), scale=self.scale.item())
+            _note(positions=positions.tolist(), scale=self.scale.item())
             _batches += 1
             hold = Path(os.environ["HELD_NOTES"]) / "hold"
             while hold.exists() and _batches > int(hold.read_text() or 0):
                 time.sleep(0.01)
-        return (self.scale * torch.arange(self.width, device=at.device)).expand(*at.shape, self.width)
+        vector = self.scale * torch.arange(self.width, device=positions.device)
+        return vector.expand(*positions.shape, self.width)
 
 
 @atexit.register

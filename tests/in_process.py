@@ -1,6 +1,6 @@
-"""Runs programs of fairseq, and the children that commands start, inside the process of the tests.
+"""Runs programs of fairseq, and the processes that commands would start, inside the process of the tests.
 
-A process that imports torch and fairseq takes seconds to start; a small training takes a tenth of one.
+A process that imports torch and fairseq takes seconds to start; a small training takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -83,18 +83,20 @@ def spawn(
     keep_open: Sequence[int] = (),
     errors: int | None = None,
 ) -> Child | subprocess.Popen[bytes]:
-    """Take the place of ``processes.spawn``: run this package's programs in this process to their end.
+    """Run a program of this package in this process to its end; replaces ``processes.spawn``.
 
-    Anything else, torchrun among it, starts as a process.
+    Any other program, such as torchrun, starts as a process.
     """
     words = list(command)
-    place = words.index("-m") if "-m" in words else -1
-    if words[place + 1] not in _ENTRY_POINTS:
+    module, arguments = "", words
+    if "-m" in words:
+        module, *arguments = words[words.index("-m") + 1 :]
+    if module not in _ENTRY_POINTS:
         return _SPAWN(command, environment, log, keep_open, errors)
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), mock.patch.dict(os.environ):
         os.environ.update(environment)
-        code = _run(_ENTRY_POINTS[words[place + 1]], words[place + 2 :])
+        code = _run(_ENTRY_POINTS[module], arguments)
     text = output.getvalue().encode(errors="replace")
     if isinstance(log, int) or log is None:
         return Child(code, text if log == subprocess.PIPE else None)
@@ -105,13 +107,13 @@ def spawn(
 
 @contextlib.contextmanager
 def children_in_process() -> Iterator[None]:
-    """Have trainings and evaluations that a command starts run in this process, one after another."""
+    """Run trainings and evaluations that a command starts in this process, one after another."""
     with mock.patch.object(processes, "spawn", spawn):
         yield
 
 
 def _run(module: str, words: list[str]) -> int:
-    """Call a program's entry point as its process would; returns its exit code."""
+    """Call a program's entry point as its process would, and return its exit code."""
     from fairseq_rpe.core.errors import UserError, user_message
 
     logging.getLogger().addHandler(logging.NullHandler())  # otherwise fairseq_cli configures the log on its import
@@ -136,8 +138,8 @@ def _run(module: str, words: list[str]) -> int:
             return error.code or 0
         except Exception as error:
             # what the replaced sys.excepthook prints
-            wrapped = next((e for e in (error, error.__context__) if isinstance(e, UserError)), error)
-            message = user_message(wrapped)
+            cause = next((e for e in (error, error.__context__) if isinstance(e, UserError)), error)
+            message = user_message(cause)
             print(f"error: {message}", file=sys.stderr) if message is not None else traceback.print_exc()
             return 1
         finally:
@@ -148,10 +150,10 @@ def _run(module: str, words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _registries_restored() -> Iterator[None]:
-    """Afterwards forget what the run registers, as with ``--rpe-module``, and the settings that its flags replace."""
+    """Remove afterwards what the run registers, as with ``--rpe-module``, and the settings that its flags replace."""
     from fairseq_rpe import algorithms, compat, encodings, positions
 
-    registries = [room.base.registry for room in (algorithms, encodings, positions)]
+    registries = [package.base.registry for package in (algorithms, encodings, positions)]
     for registry in registries:
         registry.names()  # entry points of other packages register when names are first needed
     changed = [*(mock.patch.dict(registry._table) for registry in registries), mock.patch.dict(encodings._loaded)]
@@ -165,7 +167,7 @@ def _registries_restored() -> Iterator[None]:
 
 
 class _Handler(logging.StreamHandler):
-    """Writes the log of a run; a child of this run, which runs in the same process, has one of its own."""
+    """Handler of the log of a run; a child of the run, in the same process, replaces it by its own."""
 
 
 @contextlib.contextmanager
@@ -183,7 +185,7 @@ def _log_on_stdout() -> Iterator[None]:
 
 
 def _forget_earlier_runs() -> None:
-    """Reset what fairseq keeps in globals of its modules: a process of its own begins without them."""
+    """Reset what fairseq keeps in globals of its modules, because a new process starts without it."""
     from fairseq import checkpoint_utils
     from fairseq.logging import metrics, progress_bar
 

@@ -1,10 +1,11 @@
-"""Prepared folders of questions for tests: a small vocabulary, and questions that are written out."""
+"""Small question datasets for tests."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fairseq_rpe.data.folder import MADE_BY, MANIFEST, write_dictionary
 from fairseq_rpe.data.tokenization import Tokenizer, train_tokenizer
+from fairseq_rpe.questions.build_dataset import MADE_BY as MADE_BY_QUESTIONS
 from fairseq_rpe.questions.build_dataset import PendingQuestion, PendingSet, write_dataset
 from fairseq_rpe.questions.dataset import Question, QuestionDataset
 from fairseq_rpe.utils.json_files import write_json
@@ -13,7 +14,14 @@ LINES = ("The river rose in March. Old Tamsin mended the wheel.", "Who mended th
 
 
 def vocabulary(folder: Path, kind: str = "bpe", words: Sequence[str] = (), size: int = 300) -> Path:
-    """What ``--vocab-from`` takes: a corpus of nothing but its vocabulary; ``words`` of the kind ``words``."""
+    """Write a folder for ``--vocab-from``: the vocabulary of a corpus without its text.
+
+    Args:
+        folder: output folder.
+        kind: ``bpe`` or ``words``.
+        words: words of a vocabulary of ``words``; empty: those of ``LINES``.
+        size: number of tokens of a vocabulary of ``bpe``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "words":
         write_dictionary(folder / "dict.txt", words or sorted({word for line in LINES for word in line.split()}))
@@ -26,17 +34,24 @@ def vocabulary(folder: Path, kind: str = "bpe", words: Sequence[str] = (), size:
 
 
 def questions(number: int = 6, start: int = 0, words: int = 12) -> list[Question]:
-    """Different ones, with a document each, two answers and two choices; their lengths differ."""
+    """Build different questions about documents of different lengths.
+
+    Every third question has two right answers and no choices; the others have one right answer and two choices.
+
+    Args:
+        number: number of questions.
+        start: number of the first question.
+        words: a document repeats a sentence at most so many times, less one.
+    """
     names = ("Tamsin", "Bren")
-    found = []
+    drawn = []
     for i in range(start, start + number):
-        text = f"Day {i}. " + "The river rose. " * (i % words) + f"Old {names[i % 2]} mended the wheel."
-        answers = (names[i % 2],) if i % 3 else (names[i % 2], f"Old {names[i % 2]}")
-        choices = names if i % 3 else ()
-        found.append(
-            Question(f"q{i}", "Who mended the wheel?\n\n", answers, text, "\n\nAnswer:", f"g{i // 2}", choices)
-        )
-    return found
+        name = names[i % 2]
+        document = f"Day {i}. " + "The river rose. " * (i % words) + f"Old {name} mended the wheel."
+        answers, choices = ((name,), names) if i % 3 else ((name, f"Old {name}"), ())
+        prompt, cue = "Who mended the wheel?\n\n", "\n\nAnswer:"
+        drawn.append(Question(f"q{i}", prompt, answers, document, cue, f"g{i // 2}", choices))
+    return drawn
 
 
 def make_folder(
@@ -47,7 +62,7 @@ def make_folder(
     metrics: tuple[str, ...] = ("f1", "em"),
     answer_tokens: int = 16,
 ) -> QuestionDataset:
-    """A prepared folder of one set; its vocabulary is made beside it where none is given."""
+    """Write a dataset of one set; without ``vocab``, a vocabulary is written next to ``folder``."""
     splits = splits or {"train": questions(8), "valid": questions(4, start=8)}
     return make_sets(folder, [asked_set(name, splits, metrics, answer_tokens)], vocab)
 
@@ -58,15 +73,15 @@ def asked_set(
     metrics: tuple[str, ...] = ("f1", "em"),
     answer_tokens: int = 16,
 ) -> PendingSet:
-    """One of several sets for :func:`make_sets`."""
+    """Build a set for :func:`make_sets`."""
 
-    def reading(split: str):
+    def make_reader(split: str):
         return lambda: (PendingQuestion(question, lambda: f"{split}.jsonl") for question in splits[split])
 
-    return PendingSet(name, "own", metrics, metrics[0], answer_tokens, {split: reading(split) for split in splits})
+    return PendingSet(name, "own", metrics, metrics[0], answer_tokens, {split: make_reader(split) for split in splits})
 
 
 def make_sets(folder: Path, sets: Sequence[PendingSet], vocab: Path | None = None) -> QuestionDataset:
-    """A prepared folder of several sets."""
+    """Write a dataset of several sets; without ``vocab``, a vocabulary is written next to ``folder``."""
     vocab = vocab or vocabulary(folder.parent / "vocabulary")
-    return write_dataset(folder, sets, vocab, "fairseq-rpe prepare-answers", {"made": "here"}, say=lambda line: None)
+    return write_dataset(folder, sets, vocab, MADE_BY_QUESTIONS, {"made": "here"}, say=lambda line: None)

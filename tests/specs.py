@@ -54,7 +54,7 @@ SPECS = {
     "tupe": ["tupe", "tupe:relative=true"],
     "floater": ["floater:steps=1"],
     "complex": ["complex:frequencies=dimension"],
-    "bipe": [],  # it reads tokens, which most of these tests do not have: see test_bipe and test_token_readers
+    "bipe": [],  # needs token ids, which most tests do not have: see test_bipe and test_token_readers
     "self_extend": ["self_extend:group=4,window=8"],
     "rerope": ["rerope:window=5,logn=true,original_length=8,rotary_fraction=0.5"],
     "leaky_rerope": ["leaky_rerope:window=5,k=4,interleaved=true"],
@@ -69,7 +69,7 @@ SPECS = {
     ],
 }
 ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
-# the same for encodings that depend on what the tokens are
+# the same for encodings with a content bias
 CONTENT = {
     "huang": ["huang:max_distance=5", "huang:method=1,max_distance=6", "huang:method=3,max_distance=7"],
     "shaw": ["shaw:max_distance=5", "shaw:max_distance=7,values=true"],
@@ -96,7 +96,7 @@ def _overrides(name: str) -> Callable[[Encoding], bool]:
 
 
 def _content_bias_type(encoding: Encoding) -> str:
-    """The class of the content bias, empty without one: each is computed differently."""
+    """Return the class of the content bias, because each class is computed differently; empty without one."""
     if not encoding.has_content_bias:
         return ""
     x, heads = torch.zeros(1, 3, 32), torch.zeros(1, 4, 3, 8)
@@ -104,7 +104,7 @@ def _content_bias_type(encoding: Encoding) -> str:
 
 
 def _position_bias_type(encoding: Encoding) -> str:
-    """The class of the position bias, and whether it hides keys; empty without one."""
+    """Return the class of the position bias, and whether it hides keys; empty without one."""
     pos = Positions.arange(40)
     bias = None if encoding.needs_token_ids or encoding.position_type == "none" else encoding.position_bias(pos)
     if bias is None:
@@ -138,27 +138,27 @@ CAPABILITIES: dict[str, Callable[[Encoding], object]] = {
 
 @functools.cache
 def capabilities(spec: str) -> dict[str, object]:
-    """The value of each of ``CAPABILITIES`` for an encoding of 4 heads."""
+    """Return the value of each of ``CAPABILITIES`` for an encoding of 4 heads."""
     encoding = build(spec, 4, 32, 64)
-    return {name: ask(encoding) for name, ask in CAPABILITIES.items()}
+    return {name: value_of(encoding) for name, value_of in CAPABILITIES.items()}
 
 
 def every_spec() -> list[str]:
-    """At least one spec of each registered encoding."""
+    """Return at least one spec of each registered encoding."""
     return [spec for name in [*SPECS, *sorted(set(names()) - set(SPECS))] for spec in SPECS.get(name, ()) or (name,)]
 
 
 @functools.cache
-def representatives(*of: str, tokens: bool = False) -> tuple[str, ...]:
-    """The first spec of each combination of capabilities.
+def representatives(*capability_names: str, tokens: bool = False) -> tuple[str, ...]:
+    """Return the first spec of each combination of capabilities.
 
     Args:
-        of: names of the capabilities that matter; all if none is named.
-        tokens: whether encodings that need the ids of the tokens are among them.
+        capability_names: the capabilities that matter; all if none is named.
+        tokens: whether to include encodings that need token ids.
     """
     chosen: dict[tuple[object, ...], str] = {}
     for spec in every_spec():
-        has = capabilities(spec)
-        if tokens or not has["needs_token_ids"]:
-            chosen.setdefault(tuple(has[name] for name in of or CAPABILITIES), spec)
+        values = capabilities(spec)
+        if tokens or not values["needs_token_ids"]:
+            chosen.setdefault(tuple(values[name] for name in capability_names or CAPABILITIES), spec)
     return tuple(chosen.values())

@@ -40,9 +40,10 @@ _UNSUPPORTED = {
 
 
 class EncodingAdapter(nn.Module):
-    """Encodings and position transforms of a model. It is a submodule of the model.
+    """Submodule of a model with its encodings and position transforms.
 
-    Its parameters are in ``parameters()`` and ``state_dict()`` and move with the model, but stay in float32.
+    Its parameters are in the model's ``parameters()`` and ``state_dict()`` and move with the model, but they stay in
+    float32.
 
     Args:
         encodings: one encoding for all layers, or one per layer.
@@ -90,6 +91,12 @@ class CausalMask:
         rows: rows of the batch, B.
         padding: (B, m) bool, True at padding; None without padding.
         device: device of the positions.
+
+    Attributes:
+        positions: positions of this pass; None before the first layer.
+        attention_padding: (B, m) padding that attention must mask, or None.
+        shared: whether layers share plans. False if they are recomputed for the backward pass.
+        plans: plans by id of the encoding and whether gradients are enabled.
     """
 
     def __init__(self, n: int, m: int, rows: int, padding: Tensor | None, device: torch.device) -> None:
@@ -105,35 +112,35 @@ class CausalMask:
         """Return the positions of this forward pass, computed on the first call.
 
         Args:
-            adapter: of the model.
-            position_ids: (B or 1, n) positions of transformers, which must be the same; or None.
+            adapter: the encodings and position transforms of the model.
+            position_ids: (B or 1, n) positions that transformers computed, which must count each row from its start;
+                or None.
             training: whether the layer is in training mode.
             dtype: dtype of the hidden states; positions are float32 or wider.
 
         Raises:
-            UserError: ``position_ids`` differ, or positions are random and the pass continues a KV cache.
+            UserError: ``position_ids`` are others, or positions are random and the pass continues a KV cache.
         """
         if self.positions is not None:
             return self.positions
         dtype = torch.promote_types(dtype, torch.float32)
-        plain, self.attention_padding = Positions.arange(self.n, self.m, device=self.device, dtype=dtype), None
-        positions = plain
-        if self.padding is not None:
+        plain = Positions.arange(self.n, self.m, device=self.device, dtype=dtype)
+        if self.padding is None:
+            positions, self.attention_padding = plain, None
+        else:
             positions, self.attention_padding = positions_from_padding(
                 self.padding, self.n, adapter.length_dependent, dtype
             )
         if position_ids is not None:
             self._check_position_ids(position_ids.to(self.device), plain.q)
-        if adapter.position_transforms.active(training) is None:
-            self.positions = positions
-        else:
-            lengths = torch.as_tensor(self.m if self.padding is None else (~self.padding).sum(1).cpu()).expand(
-                self.rows
-            )
-            has_cache = self.n < self.m
+        if adapter.position_transforms.active(training) is not None:
+            lengths = torch.as_tensor(self.m if self.padding is None else (~self.padding).sum(1).cpu())
             rows = self._token_rows(adapter.ids)
-            self.positions = adapter.position_transforms(positions, lengths, training, has_cache, rows)
-        return self.positions
+            positions = adapter.position_transforms(
+                positions, lengths.expand(self.rows), training, decoding=self.n < self.m, rows=rows
+            )
+        self.positions = positions
+        return positions
 
     def _token_rows(self, ids: Tensor | None) -> list[Tensor]:
         """Return the token ids of each row without padding; an empty list if the ids are unknown."""
@@ -141,20 +148,24 @@ class CausalMask:
             return []
         if self.padding is None:
             return list(ids.cpu())
-        return [row[real] for row, real in zip(ids.cpu(), ~self.padding.cpu(), strict=True)]
+        return [row[is_real] for row, is_real in zip(ids.cpu(), ~self.padding.cpu(), strict=True)]
 
     def _check_position_ids(self, position_ids: Tensor, plain: Tensor) -> None:
         """Raise UserError unless positions count from 0, with or without padding; positions of padding are ignored."""
-        real = None if self.padding is None else ~self.padding[:, self.m - self.n :]
         if position_ids.dim() != 2 or position_ids.shape[1] != self.n:
             raise UserError(
                 f"position_ids of shape {tuple(position_ids.shape)}, where {self.n} tokens came: leave them out"
             )
-        without_padding = plain if self.padding is None else (torch.cumsum(~self.padding, 1) - 1)[:, self.m - self.n :]
-        for expected in (plain, without_padding):
-            same = position_ids == expected
-            if bool((same if real is None else same | ~real).all()):
-                return
+        if self.padding is None:
+            is_valid = bool((position_ids == plain).all())
+        else:
+            is_padding = self.padding[:, self.m - self.n :]  # (B, n), of the queries
+            without_padding = (torch.cumsum(~self.padding, 1) - 1)[:, self.m - self.n :]
+            is_valid = any(
+                bool(((position_ids == expected) | is_padding).all()) for expected in (plain, without_padding)
+            )
+        if is_valid:
+            return
         raise UserError(
             "position_ids are not those of one text a row from its start, as in packed texts: leave them out, and give "
             "attention_mask where there is padding"
@@ -250,11 +261,7 @@ def attention_forward(
     adapter, layer = getattr(module, NAME, (None, 0))
     if adapter is None:
         raise UserError(f"this model was switched to attention '{NAME}' but has no encoding: call use_encoding(model)")
-    for name, what in _UNSUPPORTED.items():
-        if options.get(name) is not None:
-            raise UserError(f"the model asks for {what} ({name}), which encodings here do not have: switch it off")
-    if options.get("is_causal") is False or not getattr(module, "is_causal", True):
-        raise UserError("the model asks for attention both ways, and encodings here are causal: set is_causal=True")
+    _check_supported(module, options)
     mask, heads, width = attention_mask, query.shape[1], query.shape[3]
     if (query.shape[2], key.shape[2]) != (mask.n, mask.m):
         raise UserError(
@@ -262,14 +269,24 @@ def attention_forward(
             "that are not tokens (prefix tuning) have no positions"
         )
     mask.resolve_positions(adapter, options.get("position_ids"), module.training, value.dtype)
-    if heads != key.shape[1]:
+    if heads != key.shape[1]:  # grouped-query attention: (B, G, m, D) -> (B, H, m, D)
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-    if scaling is not None and scaling != width**-0.5:
+    if scaling is not None and scaling != width**-0.5:  # run_attention multiplies by 1/sqrt(D)
         query = query * (scaling * width**0.5)
     # under autocast, transformers' rotation (now the identity) widens their dtype
     query, key = query.to(value.dtype), key.to(value.dtype)
-    out = run_attention(query, key, value, mask.plan(adapter, adapter.layer_encoding(layer)), dropout)
+    plan = mask.plan(adapter, adapter.layer_encoding(layer))
+    out = run_attention(query, key, value, plan, dropout)  # (B, H, n, D)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_supported(module: nn.Module, options: dict[str, Any]) -> None:
+    """Refuse a layer that asks for more than causal attention with an encoding."""
+    for name, what in _UNSUPPORTED.items():
+        if options.get(name) is not None:
+            raise UserError(f"the model asks for {what} ({name}), which encodings here do not have: switch it off")
+    if options.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise UserError("the model asks for attention both ways, and encodings here are causal: set is_causal=True")
 
 
 def check_model_type(model: Any) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,16 @@ def evaluate(
     max_tokens: int | None = None,
     out: Path | str | None = None,
 ) -> list[TextResult]:
-    """Compute the perplexity at each length, in blocks of that many tokens without overlap, the last one shorter.
+    """Compute the perplexity at each length, in blocks of that many tokens without overlap; the last may be shorter.
 
-    The first token of a block is predicted from the token before the block, for the first block from ``start``: a
-    target at position p of its block is predicted from p + 1 inputs. Every token is scored once, and all logits are
-    never stored at once. Blocks, batches and results file are those of ``fairseq-rpe eval``, so reports accept both.
+    The inputs of a block begin with the token before the block, for the first block with ``start``. So a target at
+    position p of its block, counted from 0, is predicted from p + 1 inputs. Every token is scored once. The logits of
+    all tokens are never stored together. Blocks, batches and results file are those of ``fairseq-rpe eval``, so reports
+    accept the results of both.
 
     Args:
-        model: with a language-modelling head and a type in ``MODEL_TYPES``; with any encoding or its own rotation.
+        model: a model with a language-modelling head and a type in ``MODEL_TYPES``, with an encoding or its own
+            rotation.
         data: (T,) token ids of the model's tokenizer; or a binarised data folder, if the model was trained on ids of
             the same dict.txt, including fairseq's four special symbols.
         lengths: lengths in tokens, each at most T.
@@ -64,44 +66,18 @@ def evaluate(
     """
     head = _head(model)
     text, digest, units = _text(data, split)
-    first = start if start is not None else EOS if isinstance(data, (str, Path)) else model.config.eos_token_id
-    if not isinstance(first, int):
-        raise UserError("the model's config names no single end-of-text token: give start=ID, the one before the text")
-    stream = torch.cat([torch.tensor([first]), text])
-    types = model.get_input_embeddings().num_embeddings
-    if int(stream.min()) < 0 or int(stream.max()) >= types:
-        unknown = next(i for i in (int(stream.min()), int(stream.max())) if not 0 <= i < types)
-        raise UserError(f"the text holds the id {unknown} and the model has {types} types: take the ids that it knows")
-    for length in lengths:
-        if not 1 <= length <= len(text):
-            raise UserError(f"length {length} is not between 1 and the {len(text)} tokens of the text")
-    if max_tokens is not None and max_tokens < max(lengths):
-        raise UserError(f"max_tokens={max_tokens} is less than length {max(lengths)}: raise it")
+    scorer = _Scorer(model, head, torch.cat([torch.tensor([_first_token(model, data, start)]), text]), max_tokens)
+    scorer.check_ids()
+    scorer.check_lengths(lengths)
     adapter = getattr(model.base_model, NAME, None)
     encoding, positions = _encoding_and_positions(model, adapter)
     identity = {"checkpoint": _digest(model, encoding), "data": digest, "split": split, "positions": positions}
     keys = [TextKey(**identity, draws=default_draws(positions), length=length) for length in lengths]
-
     unigram = corpus.unigram_ppl(text.numpy())
 
     def measure(key: TextKey) -> TextResult:
-        start_time, device = time.monotonic(), next(model.parameters()).device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        rows = max(1, (max_tokens or BATCH_TOKENS) // key.length)
-        with Progress(f"length {key.length}", "tokens", len(text)) as bar:
-            nats, count = _by_position(model, head, stream, key.length, rows, bar.update)
-        result = text_result(key, nats, count)
-        check_all_scored(result, len(text))
-        seconds, peak = round(time.monotonic() - start_time, 3), round(peak_memory_mb(device.type), 1)
-        return replace(
-            add_units(result, units),
-            encoding=encoding,
-            seconds=seconds,
-            engine="transformers",
-            peak_mb=peak,
-            unigram_ppl=unigram,
-        )
+        result = add_units(scorer.measure(key), units)
+        return replace(result, encoding=encoding, engine="transformers", unigram_ppl=unigram)
 
     training = model.training
     model.eval()
@@ -120,6 +96,14 @@ def _head(model: PreTrainedModel) -> Tensor:
     if getattr(layer, "bias", None) is not None:
         raise UserError("the model's output layer has a bias, which this evaluation does not know: leave it out")
     return layer.weight
+
+
+def _first_token(model: PreTrainedModel, data: object, start: int | None) -> int:
+    """Return the id before the first token of the text."""
+    first = start if start is not None else EOS if isinstance(data, (str, Path)) else model.config.eos_token_id
+    if not isinstance(first, int):
+        raise UserError("the model's config names no single end-of-text token: give start=ID, the one before the text")
+    return first
 
 
 def _text(data: Path | str | Sequence[int] | Tensor, split: str) -> tuple[Tensor, str, corpus.Units | None]:
@@ -154,26 +138,82 @@ def _digest(model: PreTrainedModel, encoding: str) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class _Scorer:
+    """A model and the text that it predicts.
+
+    Attributes:
+        model: the model, with its head.
+        head: (V, C) weight of the output layer.
+        stream: (T + 1,) token ids on the CPU: the first token, and the text of T tokens.
+        max_tokens: tokens per batch, at least one block; None: 2048.
+    """
+
+    model: Any
+    head: Tensor
+    stream: Tensor
+    max_tokens: int | None
+
+    def check_ids(self) -> None:
+        """Raise UserError if the model has no embedding for an id of the text."""
+        types = self.model.get_input_embeddings().num_embeddings
+        extremes = int(self.stream.min()), int(self.stream.max())
+        for token_id in extremes:
+            if not 0 <= token_id < types:
+                raise UserError(
+                    f"the text holds the id {token_id} and the model has {types} types: take the ids that it knows"
+                )
+
+    def check_lengths(self, lengths: Sequence[int]) -> None:
+        """Raise UserError if a length exceeds the text or the batch."""
+        tokens = len(self.stream) - 1
+        for length in lengths:
+            if not 1 <= length <= tokens:
+                raise UserError(f"length {length} is not between 1 and the {tokens} tokens of the text")
+        if self.max_tokens is not None and self.max_tokens < max(lengths):
+            raise UserError(f"max_tokens={self.max_tokens} is less than length {max(lengths)}: raise it")
+
+    def measure(self, key: TextKey) -> TextResult:
+        """Return the losses in blocks of ``key.length`` tokens, with the time and the peak memory."""
+        tokens, start_time = len(self.stream) - 1, time.monotonic()
+        device = next(self.model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with Progress(f"length {key.length}", "tokens", tokens) as bar:
+            nats, count = self._losses_by_position(key.length, bar.update)
+        result = text_result(key, nats, count)
+        check_all_scored(result, tokens)
+        seconds, peak = round(time.monotonic() - start_time, 3), round(peak_memory_mb(device.type), 1)
+        return replace(result, seconds=seconds, peak_mb=peak)
+
+    @torch.no_grad()
+    def _losses_by_position(self, length: int, on_tokens: Callable[[int], Any]) -> tuple[Tensor, Tensor]:
+        """Sum the losses of the targets at each position of a block.
+
+        Args:
+            length: tokens of a block.
+            on_tokens: called with the number of targets of each batch.
+
+        Returns:
+            Sums of losses in nats (length,) float64, and numbers of targets (length,) int64.
+        """
+        nats, count = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.int64)
+        rows, device = max(1, (self.max_tokens or BATCH_TOKENS) // length), self.head.device
+        for inputs, targets in _blocks(self.stream, length, rows):
+            states = self.model.base_model(input_ids=inputs.to(device), use_cache=False).last_hidden_state  # (B, n, C)
+            losses = target_losses(states.flatten(0, 1), self.head, targets.flatten().to(device)).view(targets.shape)
+            nats[: targets.shape[1]] += losses.double().sum(0).cpu()
+            count[: targets.shape[1]] += len(targets)
+            on_tokens(targets.numel())
+        return nats, count
+
+
 def _blocks(stream: Tensor, length: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and targets (B, n): batches of whole blocks, then the shorter last block; without padding."""
+    """Yield inputs and targets (B, n), B <= ``rows``: whole blocks, then the shorter last block; without padding."""
     tokens = len(stream) - 1
     blocks = tokens // length
+    # (blocks, length) each
     inputs, targets = (side[: blocks * length].view(blocks, length) for side in (stream[:-1], stream[1:]))
     yield from zip(inputs.split(rows), targets.split(rows), strict=True)
     if blocks * length < tokens:
         yield stream[None, blocks * length : -1], stream[None, blocks * length + 1 :]
-
-
-@torch.no_grad()
-def _by_position(
-    model: Any, head: Tensor, stream: Tensor, length: int, rows: int, tick: Callable[[int], Any]
-) -> tuple[Tensor, Tensor]:
-    """Return sums of losses in nats (length,) float64 and numbers of targets (length,) by position in a block."""
-    nats, count = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.int64)
-    for inputs, targets in _blocks(stream, length, rows):
-        states = model.base_model(input_ids=inputs.to(head.device), use_cache=False).last_hidden_state
-        losses = target_losses(states.flatten(0, 1), head, targets.flatten().to(head.device)).view(targets.shape)
-        nats[: targets.shape[1]] += losses.double().sum(0).cpu()
-        count[: targets.shape[1]] += len(targets)
-        tick(targets.numel())
-    return nats, count

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -78,29 +79,22 @@ def use_encoding(
     if not isinstance(encoding, Encoding | str):
         raise UserError(f"encoding is a spec such as 'rope' or what build(...) returns, not {describe_value(encoding)}")
     base, layers = _base_and_layers(model)
-    config = base.config
-    _check_config(config)
-    heads = config.num_attention_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    _check_config(base.config)
+    shape = _ModelShape.from_config(base.config, len(layers))
     if length is None:
-        length = (config.rope_parameters or {}).get("original_max_position_embeddings", config.max_position_embeddings)
+        rotation = base.config.rope_parameters or {}
+        length = rotation.get("original_max_position_embeddings", base.config.max_position_embeddings)
     if isinstance(encoding, str):
-        spec = _complete_spec(encoding, _model_rotation(base, head))
-        encodings = _build_encodings(spec, share, heads, head, config.hidden_size, length, len(layers))
+        spec = _complete_spec(encoding, _model_rotation(base, shape.head_width))
+        encodings = _build_encodings(spec, share, shape, length)
     else:
         if share not in ("auto", "model"):
             raise UserError(f"share='{share}' with an encoding that is made already: give its spec, or leave share out")
         spec, encodings = _spec_from_encoding(encoding), [encoding]
-    _check_fit(encodings[0], heads, head, config.hidden_size)
-    if encodings[0].needs_token_ids:
-        raise UserError(f"'{spec}' reads the tokens, which attention of transformers is not told: use another encoding")
-    if encodings[0].has_token_features:
-        raise UserError(f"'{spec}' reads a layer's input, which transformers' attention is not given: use another one")
+    _check_shape(encodings[0], shape)
+    _check_inputs(encodings[0], spec)
     attention_backend = choose_backend(backend, encodings)
-    rank = (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
-    transforms = PositionTransforms(positions_train, positions, length, seed, rank)
+    transforms = PositionTransforms(positions_train, positions, length, seed, _data_parallel_rank())
     _check_transforms(transforms, encodings[0], spec)
     evaluation = None if transforms.active(False) is None else positions or transforms.train.evaluation
     adapter = EncodingAdapter(encodings, spec, transforms, evaluation, attention_backend).to(_device(model))
@@ -131,6 +125,34 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@dataclass(frozen=True)
+class _ModelShape:
+    """Sizes of a model.
+
+    Attributes:
+        heads: number of attention heads H.
+        head_width: width D of a head.
+        width: model width C, which need not be H·D.
+        layers: number of layers.
+    """
+
+    heads: int
+    head_width: int
+    width: int
+    layers: int
+
+    @classmethod
+    def from_config(cls, config: Any, layers: int) -> "_ModelShape":
+        heads = config.num_attention_heads
+        head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(heads, head_width, config.hidden_size, layers)
+
+
+def _data_parallel_rank() -> int:
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_distributed else 0
+
+
 def _base_and_layers(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
     """Return the model without its head, and its layers; raise UserError if its structure is unknown."""
     kind, base = check_model_type(model), model.base_model
@@ -148,6 +170,7 @@ def _attention_modules(layers: nn.ModuleList) -> Iterator[nn.Module]:
 
 
 def _check_config(config: Any) -> None:
+    """Refuse a model with attention windows, attention to the future, or attention weights as outputs."""
     if {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
         raise UserError("layers of this model see a window of the text: set layer_types to 'full_attention' each")
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
@@ -161,6 +184,7 @@ def _check_config(config: Any) -> None:
 
 
 def _device(model: PreTrainedModel) -> torch.device:
+    """Return the only device of the model's parameters."""
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1 or next(iter(devices)).type == "meta":
         shown = ", ".join(sorted(map(str, devices)))
@@ -179,6 +203,7 @@ def _model_rotation(base: Any, head: int) -> ModelRotation:
     if frequencies is None:
         raise UserError(f"{type(rotation).__name__} has no inv_freq, which transformers 5.23 has: use that version")
     rotated, config = 2 * len(frequencies), base.config.rope_parameters or {}
+    # int(head · fraction) must be the rotated width; the quotient itself may round down to less
     candidates = (config.get("partial_rotary_factor"), rotated / head, math.nextafter(rotated / head, 1.0))
     fraction = next(x for x in candidates if x and int(head * x) == rotated)
     values = {"base": config.get("rope_theta"), "rotary_fraction": fraction, "interleaved": False}
@@ -190,55 +215,60 @@ def _complete_spec(spec: str, rotation: ModelRotation) -> str:
     """Complete the options that a spec leaves open from the model's rotation."""
     full = complete_spec(spec, rotation, strict=False)
     stated, options = parse(full)[1], vars(registry.resolve(full)[2])
-    if (
-        "temperature_on" in options
-        and stated.get("scaling") == "yarn"
-        and "temperature_on" not in stated
-        and rotation.values["rotary_fraction"] != 1
-    ):
-        full += ",temperature_on=rotated"
+    is_open = "temperature_on" in options and "temperature_on" not in stated
+    if is_open and stated.get("scaling") == "yarn" and rotation.values["rotary_fraction"] != 1:
+        full += ",temperature_on=rotated"  # as transformers scales partial rotations
     return normalise(full)
 
 
-def _build_encodings(
-    spec: str, share: str, heads: int, head: int, width: int, length: int | None, layers: int
-) -> list[Encoding]:
+def _build_encodings(spec: str, share: str, shape: _ModelShape, length: int | None) -> list[Encoding]:
     """Build one encoding for the model, or one per layer."""
     if share not in SHARING_OPTIONS:
         raise UserError(f"share is one of {', '.join(SHARING_OPTIONS)}, not '{share}'")
-    make = partial(build, spec, heads, heads * head, length)
+    attention_width = shape.heads * shape.head_width
+    make = partial(build, spec, shape.heads, attention_width, length)
     first = make()
-    if first.embeds and width != heads * head:
-        make = partial(build, spec, heads, width, length)
+    if first.embeds and shape.width != attention_width:  # it acts on embeddings, which have the model's width
+        make = partial(build, spec, shape.heads, shape.width, length)
         first = make()
     share = first.sharing_modes[0] if share == "auto" else share
     if share not in first.sharing_modes:
         raise UserError(f"share='{share}': '{spec}' can only be shared by: {', '.join(first.sharing_modes)}")
     if share == "model":
         return [first]
-    others = [make() for _ in range(layers - 1)]
+    others = [make() for _ in range(shape.layers - 1)]
     for other in others:
         other.tie(first)
     return [first, *others]
 
 
 def _spec_from_encoding(encoding: Encoding) -> str:
+    """Return the spec of an encoding, whose name is that of its class if it is not registered."""
     cls = type(encoding)
     return canonical(next((n for n in names() if registry.resolve(n)[0] is cls), cls.__name__), encoding.config)
 
 
-def _check_fit(encoding: Encoding, heads: int, head: int, width: int) -> None:
-    expected = width if encoding.embeds else heads * head
-    if encoding.heads != heads or (
-        (encoding.embeds or encoding.rotates or encoding.is_content_dependent) and encoding.width != expected
-    ):
+def _check_shape(encoding: Encoding, shape: _ModelShape) -> None:
+    """Refuse an encoding that was built for another number of heads or another width."""
+    expected = shape.width if encoding.embeds else shape.heads * shape.head_width
+    depends_on_width = encoding.embeds or encoding.rotates or encoding.is_content_dependent
+    if encoding.heads != shape.heads or (depends_on_width and encoding.width != expected):
         raise UserError(
-            f"the encoding is for {encoding.heads} heads and width {encoding.width}, the model has {heads} and "
-            f"{expected}: build it with heads={heads}, width={expected}"
+            f"the encoding is for {encoding.heads} heads and width {encoding.width}, the model has {shape.heads} and "
+            f"{expected}: build it with heads={shape.heads}, width={expected}"
         )
 
 
+def _check_inputs(encoding: Encoding, spec: str) -> None:
+    """Refuse an encoding that needs more than transformers passes to attention."""
+    if encoding.needs_token_ids:
+        raise UserError(f"'{spec}' reads the tokens, which attention of transformers is not told: use another encoding")
+    if encoding.has_token_features:
+        raise UserError(f"'{spec}' reads a layer's input, which transformers' attention is not given: use another one")
+
+
 def _check_transforms(transforms: PositionTransforms, encoding: Encoding, spec: str) -> None:
+    """Refuse position transforms that the encoding cannot follow."""
     for name, transform in (("positions_train", transforms.active(True)), ("positions", transforms.active(False))):
         if transform is not None and encoding.position_type == "none":
             raise UserError(f"{name}: '{spec}' reads no positions, so moving them does nothing: leave it out")
@@ -247,6 +277,7 @@ def _check_transforms(transforms: PositionTransforms, encoding: Encoding, spec: 
 
 
 def _install(model: PreTrainedModel, base: Any, layers: nn.ModuleList, adapter: EncodingAdapter) -> None:
+    """Put the adapter into the model, and store in ``adapter.undo`` what :func:`restore` needs."""
     # the config names the attention function, and models built from the same config share it
     shared, private = base.config, copy.deepcopy(base.config)
     for module in model.modules():

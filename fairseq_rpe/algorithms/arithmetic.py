@@ -59,6 +59,7 @@ class AddSubtract(Summation):
     def draw(self, n: int, random: np.random.Generator) -> list[int]:
         """Draw the intermediate results and return their differences, the first one as it is."""
         results = [int(random.integers(10))]
-        for step in random.integers(9, size=n - 1).tolist():
-            results.append(step + (step >= results[-1]))
+        for number in random.integers(9, size=n - 1).tolist():
+            # The nine digits other than the last result: those from it on are one higher.
+            results.append(number + (number >= results[-1]))
         return [results[0], *(b - a for a, b in pairwise(results))]

@@ -37,11 +37,11 @@ class TaskOptions:
 
     items: int = option(20, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
     times: int = option(5, "test lengths are Uniform(2, times·M) items", minimum=1, maximum=100)
-    least: int = option(2, "the fewest items, in training and test, in place of that 2", minimum=1, maximum=10_000)
+    least: int = option(2, "smallest number of items in training and test, in place of 2", minimum=1, maximum=10_000)
     train: int = option(100_000, "training examples", minimum=1, maximum=_MAX_EXAMPLES)
-    valid: int = option(2_000, "validation examples, lengths as in training", minimum=1, maximum=_MAX_EXAMPLES)
+    valid: int = option(2_000, "validation examples, with lengths as in training", minimum=1, maximum=_MAX_EXAMPLES)
     test: int = option(10_000, "test examples", minimum=1, maximum=_MAX_EXAMPLES)
-    seed: int = option(1, "of the examples; another seed is another data set", minimum=0, maximum=2**63 - 1)
+    seed: int = option(1, "seed of the examples; another seed gives other examples", minimum=0, maximum=2**63 - 1)
 
     def __post_init__(self) -> None:
         if self.least > self.items:

@@ -15,7 +15,7 @@ KAZEMNEJAD = "Kazemnejad et al. 2023 (arXiv 2305.19466)"
 class _List(Algorithm):
     @dataclass(frozen=True)
     class Config(TaskOptions):
-        alphabet: int = option(100, "different items", minimum=2, maximum=50_000)
+        alphabet: int = option(100, "number of different items", minimum=2, maximum=50_000)
 
     paper = KAZEMNEJAD
     verb = ""
@@ -74,7 +74,7 @@ class Sort(_List):
         """Options of the task."""
 
         items: int = option(8, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
-        alphabet: int = option(50, "different items", minimum=2, maximum=50_000)
+        alphabet: int = option(50, "number of different items", minimum=2, maximum=50_000)
 
     formula = "Sort: t1 … tn [SEP]  →  the same items in ascending order"
     verb = "Sort:"

@@ -8,7 +8,7 @@ of 512 tokens of a text.
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -33,10 +33,10 @@ class DepthOptions(TaskOptions):
 
     items: int = option(64, "M: training lengths are Uniform(least, M) tokens", minimum=2, maximum=10_000)
     times: int = option(8, "test lengths are M, 2M, 4M … and times·M tokens", minimum=1, maximum=100)
-    least: int = option(40, "the fewest tokens in training", minimum=1, maximum=10_000)
-    test: int = option(50, "test examples of each length and depth", minimum=1, maximum=100_000)
-    depth: float | None = option(None, "in training, from 0 to 1; none: uniform at random", minimum=0, maximum=1)
-    depths: int = option(11, "test depths, in equal steps from 0 to 1", minimum=2, maximum=101)
+    least: int = option(40, "smallest length in training, in tokens", minimum=1, maximum=10_000)
+    test: int = option(50, "test examples for each length and depth", minimum=1, maximum=100_000)
+    depth: float | None = option(None, "depth in training, from 0 to 1; none: drawn uniformly", minimum=0, maximum=1)
+    depths: int = option(11, "number of depths in the test, in equal steps from 0 to 1", minimum=2, maximum=101)
 
 
 class DepthTask(Algorithm):
@@ -54,7 +54,7 @@ class DepthTask(Algorithm):
         if config.least < self.min_tokens:
             raise UserError(
                 f"'{self.spec}': {config.least} tokens are too few, the shortest example has {self.min_tokens}: "
-                f"raise least{' and items' * (config.items < self.min_tokens)} to at least {self.min_tokens}"
+                f"raise least{' and items' if config.items < self.min_tokens else ''} to at least {self.min_tokens}"
             )
 
     @property
@@ -87,8 +87,10 @@ class DepthTask(Algorithm):
         """Return the lengths of a split; of the test split M, 2M, 4M, … and times·M."""
         if split != "test":
             return super().lengths(split)
-        first, last = self.config.items, self.max_length(split)
-        return [*(first << k for k in range(last.bit_length()) if first << k < last), last]
+        lengths, last = [self.config.items], self.max_length(split)
+        while 2 * lengths[-1] < last:
+            lengths.append(2 * lengths[-1])
+        return lengths if lengths[-1] == last else [*lengths, last]
 
     def missing_lengths(self, split: str, lengths: Any) -> str | None:
         """Return a message if a split cannot have some of ``lengths``, or None."""
@@ -145,7 +147,7 @@ class Passkey(DepthTask):
     class Config(DepthOptions):
         """Options of the task."""
 
-        digits: int = option(3, "m: digits of the key", minimum=1, maximum=9)
+        digits: int = option(3, "m: number of digits of the key", minimum=1, maximum=9)
 
     formula = "Passkey: filler the pass key is d1 … dm . … filler what is the pass key ? the pass key is  →  d1 … dm"
     paper = "Mohtashami & Jaggi 2023, landmark attention (arXiv 2305.16300)"
@@ -170,19 +172,20 @@ class Passkey(DepthTask):
     def draw_at_depth(self, n: int, depth: float | None, random: np.random.Generator) -> list[int]:
         """Draw the numbers of filler words before and after the line, the first word of the filler, and the digits."""
         num_filler = n - self.min_tokens + 1
-        ahead = int(random.integers(num_filler + 1)) if depth is None else num_before(depth, num_filler)
+        before = int(random.integers(num_filler + 1)) if depth is None else num_before(depth, num_filler)
         start = int(random.integers(len(self.filler)))
-        return [ahead, num_filler - ahead, start, *random.integers(10, size=self.config.digits).tolist()]
+        return [before, num_filler - before, start, *random.integers(10, size=self.config.digits).tolist()]
 
     def prompt(self, items: list[int]) -> list[str]:
         """Return the filler with the line and the question."""
-        ahead, behind, start, *_ = items
-        words = [self.filler[(start + k) % len(self.filler)] for k in range(ahead + behind)]
-        return [*self.head, *words[:ahead], *self.line(self.answer(items)), *words[ahead:], *self.question]
+        before, after, start, *_ = items
+        words = [self.filler[(start + k) % len(self.filler)] for k in range(before + after)]
+        return [*self.head, *words[:before], *self.line(self.answer(items)), *words[before:], *self.question]
 
     def answer(self, items: list[int]) -> list[str]:
         """Return the digits of the key."""
-        return [string.digits[d] for d in items[3:]]
+        _before, _after, _start, *digits = items
+        return [string.digits[digit] for digit in digits]
 
     def vocabulary(self) -> list[str]:
         """Return the words of the text, the line and the question, and the digits."""
@@ -191,6 +194,22 @@ class Passkey(DepthTask):
     def chance_accuracy(self, n: int) -> float:
         """Return the accuracy of guessing the digits."""
         return 10.0**-self.config.digits
+
+
+class _Pairs(NamedTuple):
+    """The pairs of a retrieval instance.
+
+    Attributes:
+        length: Number of tokens of prompt and answer.
+        queried: Index of the pair whose value is asked for.
+        keys: Words of each key.
+        values: Words of each value.
+    """
+
+    length: int
+    queried: int
+    keys: list[list[str]]
+    values: list[list[str]]
 
 
 @register("retrieval")
@@ -206,10 +225,10 @@ class Retrieval(DepthTask):
     class Config(DepthOptions):
         """Options of the task."""
 
-        least: int = option(24, "the fewest tokens in training", minimum=1, maximum=10_000)
+        least: int = option(24, "smallest length in training, in tokens", minimum=1, maximum=10_000)
         key: int = option(2, "tokens of a key", minimum=1, maximum=16)
         value: int = option(2, "tokens of a value", minimum=1, maximum=16)
-        alphabet: int = option(30, "different tokens of keys and values", minimum=2, maximum=50_000)
+        alphabet: int = option(30, "number of different tokens in keys and values", minimum=2, maximum=50_000)
 
     formula = "k1 : v1 ; k2 : v2 ; … ? ki :  →  vi, where each k and v is several tokens"
     paper = "Liu et al. 2023, lost in the middle (arXiv 2307.03172)"
@@ -238,29 +257,45 @@ class Retrieval(DepthTask):
         return (n - (self.config.key + 2 + self.config.value)) // self.pair_tokens
 
     def draw_at_depth(self, n: int, depth: float | None, random: np.random.Generator) -> list[int]:
-        """Draw the length, the index of the queried pair, the keys as numbers and the tokens of all values."""
-        c, pairs = self.config, self.num_pairs(n)
-        queried = int(random.integers(pairs)) if depth is None else num_before(depth, pairs - 1)
-        keys = random.choice(c.alphabet**c.key, size=pairs, replace=False).tolist()
-        return [n, queried, *keys, *random.integers(c.alphabet, size=pairs * c.value).tolist()]
+        """Draw the length, the index of the queried pair, a number for each key and the tokens of all values.
 
-    def _keys_and_values(self, items: list[int]) -> tuple[list[list[str]], list[list[str]]]:
-        """The words of each key and of each value."""
-        c, pairs, names = self.config, self.num_pairs(items[0]), alphabet(self.config.alphabet)
-        keys = [[names[key // c.alphabet**k % c.alphabet] for k in reversed(range(c.key))] for key in items[2:][:pairs]]
-        value_words = [names[v] for v in items[2 + pairs :]]
-        return keys, [value_words[k * c.value :][: c.value] for k in range(pairs)]
+        The digits of a key's number, in base ``alphabet``, are the tokens of the key; so keys are distinct.
+        """
+        config, pairs = self.config, self.num_pairs(n)
+        queried = int(random.integers(pairs)) if depth is None else num_before(depth, pairs - 1)
+        keys = random.choice(config.alphabet**config.key, size=pairs, replace=False).tolist()
+        return [n, queried, *keys, *random.integers(config.alphabet, size=pairs * config.value).tolist()]
+
+    def _unpack(self, items: list[int]) -> _Pairs:
+        """Return the pairs of an instance that :meth:`draw_at_depth` has drawn."""
+        length, queried, *numbers = items
+        pairs, words = self.num_pairs(length), alphabet(self.config.alphabet)
+        value_words = [words[token] for token in numbers[pairs:]]  # of all values, one after another
+        size = self.config.value
+        return _Pairs(
+            length=length,
+            queried=queried,
+            keys=[[words[digit] for digit in self._key_digits(number)] for number in numbers[:pairs]],
+            values=[value_words[start : start + size] for start in range(0, pairs * size, size)],
+        )
+
+    def _key_digits(self, number: int) -> list[int]:
+        """Return the digits of a key's number in base ``alphabet``, the highest first."""
+        base = self.config.alphabet
+        return [number // base**k % base for k in reversed(range(self.config.key))]
 
     def prompt(self, items: list[int]) -> list[str]:
         """Return the padding, the pairs and the question."""
-        keys, values = self._keys_and_values(items)
-        words = [w for key, value in zip(keys, values, strict=True) for w in (*key, ":", *value, ";")]
-        question = ["?", *keys[items[1]], ":"]
-        return [";"] * (items[0] - len(words) - len(question) - self.config.value) + words + question
+        pairs = self._unpack(items)
+        words = [w for key, value in zip(pairs.keys, pairs.values, strict=True) for w in (*key, ":", *value, ";")]
+        question = ["?", *pairs.keys[pairs.queried], ":"]
+        num_padding = pairs.length - len(words) - len(question) - self.config.value
+        return [";"] * num_padding + words + question
 
     def answer(self, items: list[int]) -> list[str]:
         """Return the value of the queried pair."""
-        return self._keys_and_values(items)[1][items[1]]
+        pairs = self._unpack(items)
+        return pairs.values[pairs.queried]
 
     def vocabulary(self) -> list[str]:
         """Return the separators and the alphabet."""
@@ -268,5 +303,6 @@ class Retrieval(DepthTask):
 
     def chance_accuracy(self, n: int) -> float:
         """Return the accuracy of answering with the value of a random pair."""
-        p = self.num_pairs(n)
-        return float(1 / p + (1 - 1 / p) * self.config.alphabet**-self.config.value)
+        pairs = self.num_pairs(n)
+        equal_values = self.config.alphabet**-self.config.value  # probability that another pair has the right value
+        return float(1 / pairs + (1 - 1 / pairs) * equal_values)

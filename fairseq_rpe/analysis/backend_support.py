@@ -36,15 +36,14 @@ def refusal_reasons(spec: str) -> dict[str, str]:
     if encoding.needs_token_ids:
         positions = replace(positions, tokens=torch.zeros(1, LENGTH, dtype=torch.int64))
     q, k = torch.randn(2, 1, HEADS, LENGTH, WIDTH)  # (1, H, n, D) each
+    x = torch.randn(1, LENGTH, HEADS * WIDTH)  # a layer's input
+    rules = {"flex": (flex_unsupported_reason, cpu_only_reason), "triton": (triton_unsupported_reason,)}
     reasons = {}
     for name in BACKENDS:
         try:
             plan = build_plan(encoding, positions, None, choose_backend(name, [encoding]))
-            plan = with_content_bias(q, k, plan, compute_token_features(torch.randn(1, LENGTH, HEADS * WIDTH), plan))
-            rules = {"flex": (flex_unsupported_reason, cpu_only_reason), "triton": (triton_unsupported_reason,)}.get(
-                name, ()
-            )
-            reasons[name] = next((reason for rule in rules if (reason := rule(plan))), "")
+            plan = with_content_bias(q, k, plan, compute_token_features(x, plan))
+            reasons[name] = next((reason for rule in rules.get(name, ()) if (reason := rule(plan))), "")
         except UserError as refusal:
             reasons[name] = str(refusal).removeprefix(f"{type(encoding).__name__} ")
     return reasons

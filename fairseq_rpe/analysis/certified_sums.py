@@ -54,14 +54,15 @@ from fairseq_rpe.analysis.intervals_mp import (
 
 _ORDER, _RADIUS = 32, 24  # derivatives of Euler-Maclaurin; radius of the circles of Cauchy's inequality
 _BLOCK_TOLERANCE, _TAIL_TOLERANCE = 1e-22, 1e-23  # error of a block and of the tail bound, relative to B
-_INTEGRAL_TOLERANCE = (
-    2.0**-40
-)  # relative to a block's: integrals cost little more, and receptive fields need the digits
-_MAX_BLOCKS, _EXACT_TERMS = 260, (64, 256, 1024, 4096)
+# error of an integral relative to that of its block: a small error costs little time, and receptive fields need it
+_INTEGRAL_TOLERANCE = 2.0**-40
+_MAX_BLOCKS = 260
+_EXACT_TERMS = (64, 256, 1024, 4096)  # numbers of terms added up one by one before the blocks, tried in turn
 _MAX_DOUBLINGS = 2200  # of the end X of the blocks
-_FIRST_DOUBLINGS, _MANY_DOUBLINGS = 12, 96  # each with a tail bound; after which a bound above 0 is good enough
+_FIRST_DOUBLINGS = 12  # doublings that are all followed by a tail bound; then every fourth one is
+_MANY_DOUBLINGS = 96  # doublings after which any tail bound above 0 is accepted
 _NEWTON_STEPS = 40
-DIRECT_TERMS = 1 << 20
+DIRECT_TERMS = 1 << 20  # terms of a direct sum
 
 
 class TooManyBlocks(ArithmeticError):
@@ -69,7 +70,13 @@ class TooManyBlocks(ArithmeticError):
 
 
 class _FarTail(NamedTuple):
-    """The tail beyond all blocks: its first n, a function of ln n that encloses tails from there on, and its sum."""
+    """The tail beyond all blocks.
+
+    Attributes:
+        end: its first n.
+        bound: function of ln n that encloses the tail from n >= ``end`` on.
+        sum: interval of the whole tail.
+    """
 
     end: int
     bound: Any
@@ -119,15 +126,17 @@ def tail_bound(f: sympy.Expr, start: Any, decided: int) -> Callable[[Any], Any] 
 def _closed_form_tail(e: Expansion, arithmetic: AsymptoticArithmetic) -> Callable[[Any], Any] | None:
     """Return the tail of f = -a·n^s - p·ln n - q·ln ln n - r·ln ln ln n + c + falling terms, None for another f."""
     main = {m: c for m, c in e.terms.items() if compare(m, ONE) > 0}
-    minor = [(m, arithmetic.max_coefficient(c)) for m, c in e.terms.items() if compare(m, ONE) < 0] + (
-        [e.error] if e.error else []
-    )
+    minor = [(m, arithmetic.max_coefficient(c)) for m, c in e.terms.items() if compare(m, ONE) < 0]
+    minor += [e.error] if e.error else []
     if any(c[0] != c[1] for c in main.values()) or any(not arithmetic.falls(m) for m, _ in minor):
         return None
     power = [m for m in main if m[0] != 0]
     p, q, r = (-main.get(iterated_log(k), (sympy.S.Zero,))[0] for k in (1, 2, 3))
+    # with a power n^s there may be ln n only, and without one ln n, ln ln n and ln ln ln n
     allowed = {*power, iterated_log(1)} if power else {iterated_log(1), iterated_log(2), iterated_log(3)}
-    if set(main) - allowed or len(power) > 1 or (power and power[0][1:] != ONE[1:]) or (r != 0 and (p != 1 or q != 1)):
+    if set(main) - allowed or len(power) > 1 or (power and power[0][1:] != ONE[1:]):
+        return None
+    if r != 0 and (p != 1 or q != 1):  # no closed form
         return None
     low, high = e.terms.get(ONE, (sympy.S.Zero,) * 2)
     a, s = (-main[power[0]][0], power[0][0]) if power else (sympy.S.Zero, sympy.S.One)
@@ -229,8 +238,20 @@ def _slope_tail(e: Expansion, arithmetic: AsymptoticArithmetic, k: int) -> Calla
     return tail
 
 
+def _far_tail(f: sympy.Expr, end: int, level: int) -> _FarTail | None:
+    """Return the tail from n = ``end`` on, or None if no finite bound on it is known."""
+    start = iv.log(iv.mpf(end))
+    bound = tail_bound(f, start.a, level)
+    tail = bound(start) if bound else None
+    return None if tail is None or not tail.b < iv.inf else _FarTail(end, bound, tail)
+
+
 class _Tails:
-    """Tails of a series; subclasses set ``end``, ``far`` (ln j -> tail from j >= end) and ``far_sum`` (from end)."""
+    """Tails of a series.
+
+    Subclasses define ``below`` and set ``end``, ``far`` (function of ln j that encloses the tail from j >= ``end`` on)
+    and ``far_sum`` (the tail from ``end`` on).
+    """
 
     def tail(self, j: int) -> Any:
         """Return the interval of Σ_{n >= j} b(n)."""
@@ -299,7 +320,10 @@ class EulerMaclaurinSum(_Tails):
         # Newton's method on the logarithm of the tail: one step is exact where the weights fall geometrically
         for _ in range(_NEWTON_STEPS):
             tail = self._tail(low).mid() + far
-            step = int((tail / self.weight(low) * (tail / goal).log()).mid().floor().unique_fmpz()) if tail > 0 else 0
+            step = 0
+            if tail > 0:
+                distance = tail / self.weight(low) * (tail / goal).log()
+                step = int(distance.mid().floor().unique_fmpz())
             low = max(block.low, min(low + step, block.high))
             if abs(step) <= 1 or low == block.high:
                 break
@@ -318,13 +342,12 @@ class EulerMaclaurinSum(_Tails):
             x *= 2
             # a tail bound takes long, so far out only every fourth doubling has one
             if doubling < _FIRST_DOUBLINGS or doubling % 4 == 0:
-                far = tail_bound(f, iv.log(iv.mpf(x)).a, level)
-                tail = far(iv.log(iv.mpf(x))) if far else None
-                if tail is not None and tail.b < iv.inf and (best is None or tail.delta < best.sum.delta):
-                    best = _FarTail(x, far, tail)
-                    if tail.delta < _TAIL_TOLERANCE * interval(partial_sum):
+                tail = _far_tail(f, x, level)
+                if tail and (best is None or tail.sum.delta < best.sum.delta):
+                    best = tail
+                    if best.sum.delta < _TAIL_TOLERANCE * interval(partial_sum):
                         break
-                # a tail of slow decay, which further doublings hardly narrow
+                # the tail decays slowly, and further doublings hardly narrow its bound
                 if best and doubling > _MANY_DOUBLINGS and best.sum.a > 0:
                     break
         if not best:

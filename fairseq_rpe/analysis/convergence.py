@@ -44,9 +44,11 @@ from fairseq_rpe.encodings import Encoding, build
 
 LENGTH = 512  # training length for encodings that need one; no verdict depends on it
 _DIGITS = 12
-_SINGLE_POINTS = 64  # n below this are checked one by one
-_DOUBLE_EXPONENT = 100  # log2 n up to which ranges of doubles are checked
-_MAX_OPEN_RANGES, _MAX_INTERVALS = 1 << 14, 4000  # of doubles at a time; of intervals beyond the doubles
+# the proof that a formula has values: n below this are checked one by one, …
+_SINGLE_POINTS = 64
+_DOUBLE_EXPONENT = 100  # … then ranges of doubles up to this log2 n, …
+_MAX_OPEN_RANGES = 1 << 14  # … of which at most so many are open at a time, …
+_MAX_INTERVALS = 4000  # … and at most so many intervals with more digits beyond them
 
 
 @dataclass(frozen=True)
@@ -132,18 +134,18 @@ def formula_verdict(text: str) -> HeadVerdict:
     Raises:
         UserError: the formula does not parse, grows without bound, or has no real value at some distance n >= 0.
     """
-    _parse_checked(text)
+    _parse_and_check(text)
     return _head_verdict(LogBias(text))
 
 
 def formula_weights(text: str, keys: int) -> Tensor:
     """Return the weights b_0 … b_(keys-1) of a formula, float64; raise UserError as :func:`formula_verdict` does."""
     n = np.arange(keys, dtype=np.float64)
-    low, high = float_ranges(_parse_checked(text), n, n)
+    low, high = float_ranges(_parse_and_check(text), n, n)
     return torch.from_numpy(np.exp((low + high) / 2))
 
 
-def _parse_checked(text: str) -> sympy.Expr:
+def _parse_and_check(text: str) -> sympy.Expr:
     """Return the expression of a formula that is bounded above and real at every n >= 0."""
     shown = " ".join(text.split())
     f = parse(text)
@@ -193,11 +195,11 @@ def _check_domain(e: sympy.Expr, text: str) -> None:
     for n in range(_SINGLE_POINTS):
         _check_at(e, n, text)
     _check_ranges(e, [(1 << k, 2 << k) for k in range(_SINGLE_POINTS.bit_length() - 1, _DOUBLE_EXPONENT)], text)
-    todo, tries = [(_DOUBLE_EXPONENT, _proved_from(e))], 0
+    todo, tries = [(_DOUBLE_EXPONENT, _proved_from(e))], 0  # ranges of log2 n
     while todo:
         a, b = todo.pop()
         tries += 1
-        if a < b and not _defined(e, iv.mpf([iv.mpf(2) ** a, iv.mpf(2) ** b])):
+        if a < b and not _is_defined(e, iv.mpf([iv.mpf(2) ** a, iv.mpf(2) ** b])):
             if b - a == 1 or tries > _MAX_INTERVALS:
                 raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from 2^{a} on")
             todo += [((a + b) // 2, b), (a, (a + b) // 2)]
@@ -212,13 +214,15 @@ def _proved_from(e: sympy.Expr) -> int:
     return math.ceil(start / math.log(2))
 
 
-def _defined(e: sympy.Expr, x: Any) -> bool:
+def _is_defined(e: sympy.Expr, x: Any) -> bool:
+    """Return whether e is proven to be real and below +∞ in the whole interval x."""
     with contextlib.suppress(Undefined):
         return bool(enclose(e, x).a < iv.inf)
     return False
 
 
 def _check_at(e: sympy.Expr, n: int, text: str) -> None:
+    """Raise UserError unless e is proven to be real and below +∞ at n."""
     try:
         value = enclose(e, n)
     except Undefined:
@@ -237,13 +241,13 @@ def _check_ranges(e: sympy.Expr, todo: list[tuple[int, int]], text: str) -> None
                 _check_at(e, n, text)
             start, _ = todo[0]
             raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {start} on")
-        _, top = float_ranges(e, _outwards(low, -np.inf), _outwards(high, np.inf))
+        _, top = float_ranges(e, _round_outwards(low, -np.inf), _round_outwards(high, np.inf))
         bad = [todo[i] for i in np.flatnonzero(~(top < np.inf))]
         for n in (n for a, b in bad if b - a <= 1 for n in (a, b)):
             _check_at(e, n, text)
         todo = [half for a, b in bad if b - a > 1 for half in ((a, (a + b) // 2), ((a + b) // 2, b))]
 
 
-def _outwards(near: Any, side: float) -> Any:
+def _round_outwards(near: Any, side: float) -> Any:
     """Round outwards beyond 2^53, where a whole number may lie between two doubles."""
     return np.where(near < 2.0**53, near, np.nextafter(near, side))

@@ -119,64 +119,81 @@ def _compare_envelopes(e: Expansion) -> Decision:
         _, lower_coefficient = below[0]
         return Decision(CONVERGES, _why_converges(upper, exact, lower_coefficient.is_infinite), upper.level)
     if lower.verdict == DIVERGES:
-        m, c = _lead(below)
+        m, c = _leading_term(below)
         grows = compare(m, ONE) > 0 and require_sign(c) > 0
         return Decision(DIVERGES, _why_diverges(lower, below, exact), lower.level, grows)
     if upper.verdict is None or lower.verdict is None:
-        return Decision(UNDECIDED, f"f = {_sum(_logs(_MAX_LOGS))} + …: beyond four nested logarithms")
-    between = f"{_sum([_lead(below)])} and {_sum([_lead(above)])}"
+        return Decision(UNDECIDED, f"f = {_format_sum(_log_terms(_MAX_LOGS))} + …: beyond four nested logarithms")
+    between = f"{_format_sum([_leading_term(below)])} and {_format_sum([_leading_term(above)])}"
     return Decision(UNDECIDED, f"f lies between {between} (leading terms): comparison decides neither")
 
 
 def _why_converges(rank: Rank, exact: bool, steep: bool) -> str:
+    """Return the reason of a convergence.
+
+    Args:
+        rank: verdict on the upper envelope.
+        exact: whether f equals its expansion up to falling terms, so that the reason has "=".
+        steep: whether only an upper bound of f is known, as for -e^n, which has no lower envelope with finite terms.
+    """
     _, k, m, c = rank
     if steep:
-        return f"comparison with n^-2: f < {_sum([(m, c)])} from some n on"
+        return f"comparison with n^-2: f < {_format_sum([(m, c)])} from some n on"
     sign, suffix = ("=" if exact else "<="), "" if exact else ", the oscillating part is bounded"
+    bound = f"f {sign} {_format_sum([*_log_terms(k - 1), (m, c)])} + …"
     if m == iterated_log(k):
         name, letter = _TESTS[min(k, 3)]
-        return f"{name}: f {sign} {_sum([*_logs(k - 1), (m, c)])} + …, {letter} = {format_number(-c)} > 1{suffix}"
+        return f"{name}: {bound}, {letter} = {format_number(-c)} > 1{suffix}"
     if k == 1:
-        return f"comparison with n^-2: f {sign} {_sum([(m, c)])} + … falls faster than any multiple of ln n{suffix}"
-    return f"Bertrand's test: f {sign} {_sum([*_logs(k - 1), (m, c)])} + …, which beats {_log(k)}{suffix}"
+        return f"comparison with n^-2: {bound} falls faster than any multiple of ln n{suffix}"
+    return f"Bertrand's test: {bound}, which beats {_format_log(k)}{suffix}"
 
 
 def _why_diverges(rank: Rank, envelope: Envelope, exact: bool) -> str:
+    """Return the reason of a divergence: term test, p-series, harmonic series, Bertrand's or De Morgan's test.
+
+    Args:
+        rank: verdict on the lower envelope.
+        envelope: the lower envelope.
+        exact: as in :func:`_why_converges`.
+    """
     _, k, m, c = rank
     sign, suffix = ("=" if exact else ">="), "" if exact else ", the oscillating part is bounded"
-    lead = lead_monomial, lead_coefficient = _lead(envelope)
+    lead = lead_monomial, lead_coefficient = _leading_term(envelope)
     if compare(lead_monomial, ONE) > 0 and require_sign(lead_coefficient) > 0:
-        return f"term test: f {sign} {_sum([lead])} + … grows without bound"
+        return f"term test: f {sign} {_format_sum([lead])} + … grows without bound"
     if compare(lead_monomial, ONE) <= 0:
         value = lead_coefficient if lead_monomial == ONE else sympy.S.Zero
         limit = f"f -> {format_number(value)}" if exact else f"f >= {format_number(value)} - …"
         return f"term test: {limit}, so b_n does not go to 0{suffix}"
-    shown, value = _logs(k - 1), sympy.S.Zero
+    # value: minus the coefficient of the term that decided, 0 if there is no such term
+    shown, value = _log_terms(k - 1), sympy.S.Zero
     if m is not None and compare(m, iterated_log(k)) >= 0:
         shown, value = [*shown, (m, c)], -c
-    tail = f" + o({_log(k)})" if value == 0 else " + …"
+    tail = f" + o({_format_log(k)})" if value == 0 else " + …"
     if k == 1 and m != iterated_log(1):
-        return f"p-series test: f {sign} {_sum([lead])} + … falls slower than ln n{suffix}"
+        return f"p-series test: f {sign} {_format_sum([lead])} + … falls slower than ln n{suffix}"
     if m is not None and compare(m, iterated_log(k)) > 0:
-        return f"Bertrand's test: f {sign} {_sum(shown)} + …, above -ln n - {_log(k)}{suffix}"
+        return f"Bertrand's test: f {sign} {_format_sum(shown)} + …, above -ln n - {_format_log(k)}{suffix}"
     if k == 2 and value == 0:
-        return f"harmonic series (p = 1): f {sign} {_sum(shown)}{tail}{suffix}"
+        return f"harmonic series (p = 1): f {sign} {_format_sum(shown)}{tail}{suffix}"
     name, letter = _TESTS[min(k - (value == 0), 3)]
     test = "1" if value == 0 else f"{format_number(value)} < 1"
-    return f"{name}: f {sign} {_sum(shown)}{tail}, {letter} = {test}{suffix}"
+    return f"{name}: f {sign} {_format_sum(shown)}{tail}, {letter} = {test}{suffix}"
 
 
-def _lead(envelope: Envelope) -> tuple[Monomial, sympy.Expr]:
+def _leading_term(envelope: Envelope) -> tuple[Monomial, sympy.Expr]:
     """Return the largest term (monomial, coefficient) that is not zero."""
     return next(((m, c) for m, c in envelope if c != 0), (ONE, sympy.S.Zero))
 
 
-def _logs(count: int) -> Envelope:
+def _log_terms(count: int) -> Envelope:
     """Return the terms -ln n - ln ln n - …, ``count`` of them."""
     return [(iterated_log(k), -sympy.S.One) for k in range(1, count + 1)]
 
 
-def _log(k: int) -> str:
+def _format_log(k: int) -> str:
+    """Return the k-fold logarithm of n as text."""
     return "ln " * k + "n"
 
 
@@ -195,15 +212,16 @@ def format_number(c: sympy.Expr) -> str:
     return f"{'-' if middle < 0 else ''}1 {'+' if require_sign(difference) > 0 else '-'} {size}"
 
 
-def _sum(items: Envelope) -> str:
+def _format_sum(items: Envelope) -> str:
+    """Return a sum of terms as text, as in ``-ln n - 2·ln ln n``."""
     text = ""
     for m, c in items:
         size = format_number(abs(c))
-        factors = [f"({size})" if " " in size else size, *(_powered(k, e) for k, e in enumerate(m) if e != 0)]
+        factors = [f"({size})" if " " in size else size, *(_format_power(k, e) for k, e in enumerate(m) if e != 0)]
         shown = "·".join(factors[1:] if size == "1" and len(factors) > 1 else factors)
         text += f" {'-' if require_sign(c) < 0 else '+'} {shown}"
     return "-" + text[3:] if text.startswith(" -") else text.removeprefix(" + ")
 
 
-def _powered(k: int, e: sympy.Expr) -> str:
-    return _log(k) if e == 1 else f"({_log(k)})^{format_number(e)}" if k else f"n^{format_number(e)}"
+def _format_power(k: int, e: sympy.Expr) -> str:
+    return _format_log(k) if e == 1 else f"({_format_log(k)})^{format_number(e)}" if k else f"n^{format_number(e)}"

@@ -53,15 +53,16 @@ from fairseq_rpe.encodings.kerple import KerpleLog, KerplePower
 from fairseq_rpe.encodings.sandwich import Sandwich
 from fairseq_rpe.encodings.t5 import T5Bias
 
-LONGEST = 4096
-TOLERANCE = 1e-6  # nats
+LONGEST = 4096  # largest number of distances
+TOLERANCE = 1e-6  # largest error of a fit, in nats
 _MAX_CURVATURE = 1e-9  # nats; a line that is bent by rounding alone stays far below it
 _LISTING_EPSILON = 1e-6  # that the published listing adds to the denominator ψ(max(L, i))
+_STEP = "1 where x >= 0"
 _SIGMAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x": lambda x, p: x,
     "x^p": lambda x, p: x.clamp_min(0).pow(p),
     "cos(x)": lambda x, p: x.cos(),
-    "1 where x >= 0": lambda x, p: (x >= 0).to(x.dtype),
+    _STEP: lambda x, p: (x >= 0).to(x.dtype),
 }
 
 
@@ -344,11 +345,11 @@ def _with_errors(fit: PaperFit, target: Tensor) -> PaperFit:
         return (values - bias).abs().max().item()
 
     errors = {"error": error(fit.values()), "error_float32": error(fit.values(torch.float32))}
-    if fit.sigma.startswith("1 "):
+    if fit.sigma == _STEP:
         edges = fit.shift - 0.5 / fit.length  # steps at the first distance of a bucket, not half a token earlier
         errors["on_edge"] = error(fit.values(more=_LISTING_EPSILON, shift=edges))
     result = PaperFit(**{**vars(fit), **errors})
-    if not result.error <= 1e-6:
+    if not result.error <= TOLERANCE:
         raise UserError(f"the paper's construction misses the bias by {result.error:.1e} nats: choose a shorter length")
     return result
 
@@ -402,11 +403,7 @@ def _t5(encoding: T5Bias, length: int) -> list[PaperFit]:
     values = encoding.table.double()[buckets].T
     rises = values[:, starts] - values[:, starts - 1]
     edges = (starts - 0.5) / length  # steps half a token before each bucket
-    return [
-        _paper_fit(
-            _all(encoding), "1 where x >= 0", length, _ones(len(edges)), rises, shift=-edges, output_bias=values[:, 0]
-        )
-    ]
+    return [_paper_fit(_all(encoding), _STEP, length, _ones(len(edges)), rises, shift=-edges, output_bias=values[:, 0])]
 
 
 def _all(encoding: Encoding) -> tuple[int, ...]:

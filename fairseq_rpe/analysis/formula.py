@@ -79,7 +79,7 @@ def _read(node: ast.expr, text: str) -> sympy.Expr:
                 )
             return sympy.Rational(digits)
         case ast.Name(name):
-            return _named(name, _NAMES)
+            return _look_up(name, _NAMES)
         case ast.UnaryOp(ast.UAdd(), operand):
             return _read(operand, text)
         case ast.UnaryOp(ast.USub(), operand):
@@ -87,7 +87,7 @@ def _read(node: ast.expr, text: str) -> sympy.Expr:
         case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Pow() as op, right):
             return _binary(_read(left, text), op, _read(right, text))
         case ast.Call(ast.Name(name), arguments, []) if not any(isinstance(a, ast.Starred) for a in arguments):
-            function, several = _named(name, _FUNCTIONS), name in ("min", "max")
+            function, several = _look_up(name, _FUNCTIONS), name in ("min", "max")
             if len(arguments) < 1 + several or (len(arguments) > 1 and not several):
                 raise UserError(f"{name} in the formula takes {'two arguments or more' if several else 'one argument'}")
             return function(*(_read(a, text) for a in arguments), evaluate=False)
@@ -97,7 +97,8 @@ def _read(node: ast.expr, text: str) -> sympy.Expr:
     raise UserError(f"'{segment}' cannot stand in a formula: {hint}")
 
 
-def _named(name: str, table: Mapping[str, Any]) -> Any:
+def _look_up(name: str, table: Mapping[str, Any]) -> Any:
+    """Return the constant or function of a name; raise UserError for an unknown one."""
     if name not in table:
         choices = [*_NAMES, *_FUNCTIONS]
         meant = did_you_mean(name, choices) if len(name) > 1 else " (the distance is called n)"

@@ -26,12 +26,12 @@ TABLE_2 = {
     (20, 10): {"none": (0.099, 0.069), "sqrt": (0.016, 0.063), "beta": (0.054, 0.012)},
     (500, 200): {"none": (0.061, 0.066), "sqrt": (0.028, 0.031), "beta": (0.031, 0.013)},
 }
-TIMES = (2, 4)
+TIMES = (2, 4)  # test length / training length in Table 2
 SKEWS = ("none", "sqrt", "beta")
-_CHUNK = 1 << 22  # cosines at a time
-_LAST_TOKENS = 48  # in the close-up of the end of a text
+_CHUNK = 1 << 22  # cosines that are computed at a time
+_LAST_TOKENS = 48  # tokens in the close-up of the end of a text
 _MAX_TAIL = 256  # tokens of a tail in a figure: more waves would overlap
-_MAX_POINTS = 4096  # of a curve
+_MAX_POINTS = 4096  # points of a curve
 Curve = tuple[Tensor, Tensor]  # x and y
 _SHORT, _LONG = 500, 1000  # tokens of the texts of Figure 2
 _PLAIN, _INTERPOLATED = 100, (200, 500)  # tokens of the texts of Figure A
@@ -206,6 +206,7 @@ class WarpSetting:
     @property
     def tail_length(self) -> int:
         """The c of Eq. 9: the paper's at its lengths, otherwise two fifths of the text, like its 200 of 500."""
+        # the keys of TABLE_2 are pairs of training length and c
         return dict(TABLE_2.keys()).get(self.train_length, max(1, round(0.4 * self.train_length)))
 
     def __str__(self) -> str:
@@ -261,6 +262,7 @@ def total_difference_curves(setting: WarpSetting) -> list[TotalDifferences]:
 
 
 def _differences(setting: WarpSetting, tests: Callable[[int], Sequence[int]]) -> list[TotalDifferences]:
+    """Return the total differences of each training length of Table 2 at the test lengths ``tests(length)``."""
     results = []
     for (length, tail_length), published in TABLE_2.items():
         sums = {skew: setting.total_differences(skew, length, tests(length), tail_length) for skew in SKEWS}
@@ -369,14 +371,11 @@ def sensitivity_curves(setting: WarpSetting) -> list[SensitivityCurves]:
     for times in (1, *TIMES):
         p = interpolate_positions(setting.train_length, times * setting.train_length)
         sen, window = setting.sensitivity(p), wave_weights(times)
-        each = mean = p[1:], sen.abs()
-        if averaged := len(sen) >= 2 * len(window):
-            mean = (values.unfold(0, len(window), 1) @ window for values in each)
-        results.append(
-            SensitivityCurves(
-                times, _log_subsample(*mean), _log_subsample(*each) if averaged else None, sen[-_LAST_TOKENS:]
-            )
-        )
+        size, single = _log_subsample(p[1:], sen.abs()), None
+        if len(sen) >= 2 * len(window):  # long enough to average over one wave
+            mean_position, mean_size = (values.unfold(0, len(window), 1) @ window for values in (p[1:], sen.abs()))
+            size, single = _log_subsample(mean_position, mean_size), size
+        results.append(SensitivityCurves(times, size, single, sen[-_LAST_TOKENS:]))
     return results
 
 

@@ -73,7 +73,8 @@ class FloatArithmetic(NumberArithmetic):
         """Return the ranges of a · b."""
         corners = [p * q for p in a for q in b]
         for p, q in ((a, b), (b, a)):  # 0 · ∞ may occur inside the ranges, not only at a corner
-            corners.append(np.where((np.isinf(p[0]) | np.isinf(p[1])) & (q[0] <= 0) & (q[1] >= 0), np.nan, corners[0]))
+            is_undefined = (np.isinf(p[0]) | np.isinf(p[1])) & (q[0] <= 0) & (q[1] >= 0)
+            corners.append(np.where(is_undefined, np.nan, corners[0]))
         return _wide(functools.reduce(np.minimum, corners), functools.reduce(np.maximum, corners), 1)
 
     def power(self, a: Any, k: int) -> Any:
@@ -104,20 +105,25 @@ class FloatArithmetic(NumberArithmetic):
         return self.cos(a, np.sin, np.pi / 2)
 
     def cos(self, a: Any, function: Callable[[Any], Any] = np.cos, top_at: float = 0.0) -> Any:
-        """Return the range of cos, or of another wave with a maximum at ``top_at``."""
+        """Return the ranges of cos, or of another wave with a maximum at ``top_at``.
+
+        Over a range, the extremes are those at its ends, unless it contains a maximum or a minimum of the wave.
+        """
         from_top = a[0] - top_at, a[1] - top_at
         low, high = function(a[0]), function(a[1])
         near = 1e-9 + 1e-15 * np.maximum(np.abs(a[0]), np.abs(a[1]))  # covers rounding of the two quotients and of π
-        half_waves = [np.floor((end + sign * near) / np.pi) for end, sign in ((from_top[1], 1), (from_top[0], -1))]
-        passed = half_waves[0] - half_waves[1]  # multiples of π in the range: maxima where even, minima where odd
-        even, two = np.mod(half_waves[0], 2) == 0, passed >= 2
+        last, before = np.floor((from_top[1] + near) / np.pi), np.floor((from_top[0] - near) / np.pi)
+        passed = last - before  # number of multiples of π in the range: even ones are maxima, odd ones minima
+        is_last_even = np.mod(last, 2) == 0
+        has_top, has_bottom = ((passed >= 2) | ((passed >= 1) & x) for x in (is_last_even, ~is_last_even))
         slack = 1e-15 * _ULPS + np.where(near > 1e-8, near, 0.0)
-        top = np.where(two | ((passed >= 1) & even), 1.0, np.minimum(np.maximum(low, high) + slack, 1))
-        bottom = np.where(two | ((passed >= 1) & ~even), -1.0, np.maximum(np.minimum(low, high) - slack, -1))
+        top = np.where(has_top, 1.0, np.minimum(np.maximum(low, high) + slack, 1))
+        bottom = np.where(has_bottom, -1.0, np.maximum(np.minimum(low, high) - slack, -1))
         # the phase of a large or infinite argument is lost: any value from -1 to 1 is possible
-        wild = ~(np.isfinite(a[0]) & np.isfinite(a[1]) & (near < 1e-3))
+        is_lost = ~(np.isfinite(a[0]) & np.isfinite(a[1]) & (near < 1e-3))
         nan = np.isnan(a[0]) | np.isnan(a[1])
-        return np.where(nan, np.nan, np.where(wild, -1.0, bottom)), np.where(nan, np.nan, np.where(wild, 1.0, top))
+        bottom, top = np.where(is_lost, -1.0, bottom), np.where(is_lost, 1.0, top)
+        return np.where(nan, np.nan, bottom), np.where(nan, np.nan, top)
 
     def abs(self, a: Any) -> Any:
         """Return the ranges of |a|."""

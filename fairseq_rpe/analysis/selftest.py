@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -166,55 +166,92 @@ def run_tests(device: str, backend: str, dtype: str, spec: str, first: bool) -> 
     return cells
 
 
-def _compare(
-    encoding: Encoding, backend: Backend, case: str, dtype: torch.dtype, size: Size, device: str
-) -> tuple[float, float]:
-    """Return the error as a multiple of the tolerance, and the seconds of a call."""
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of one case, in float64 but rounded to the tested dtype, so that the reference gets the same numbers.
+
+    Attributes:
+        qkv: q, k and v, (B, H, n, D) each.
+        cotangent: (B, H, n, D) gradient of the output in the tested dtype; 0 at padding.
+        x: (B, n, C) a layer's input, for token features.
+        positions: positions of the n tokens.
+        padding: (B, n) bool, or None.
+        is_cached: whether each of the last queries is computed alone, with the keys up to it.
+    """
+
+    qkv: Sequence[Tensor]
+    cotangent: Tensor
+    x: Tensor
+    positions: Positions
+    padding: Tensor | None
+    is_cached: bool
+
+    def run(self, qkv: Sequence[Tensor], encoding: Encoding, backend: Backend, with_grads: bool) -> list[Tensor]:
+        """Return the output of each call and, ``with_grads``, the gradients of q, k, v and the parameters.
+
+        Args:
+            qkv: q, k and v of these inputs, in the dtype of the computation.
+            encoding: tested encoding.
+            backend: backend that computes attention.
+            with_grads: whether gradients are computed.
+        """
+        q, k, v = (x.detach().requires_grad_(with_grads) for x in qkv)
+        n = q.shape[2]
+        results = []
+        with torch.set_grad_enabled(with_grads):
+            for m in range(n - DECODE_STEPS + 1, n + 1) if self.is_cached else (n,):
+                positions = _last(self.positions, m) if self.is_cached else self.positions
+                query = q[:, :, m - 1 : m] if self.is_cached else q
+                plan = build_plan(encoding, positions, self.padding, backend)
+                features = compute_token_features(self.x[:, :m].to(q.dtype), plan)
+                out = run_attention(query, k[:, :, :m], v[:, :, :m], plan, 0.0, features)
+                results.append(out)
+            if with_grads:
+                leaves = [q, k, v, *(p for p in encoding.parameters() if p.requires_grad)]
+                grads = torch.autograd.grad(out, leaves, self.cotangent.to(out.dtype), allow_unused=True)
+                results += [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+        return results
+
+
+def _draw_inputs(encoding: Encoding, case: str, dtype: torch.dtype, size: Size, device: str) -> _Inputs:
+    """Draw the inputs of a case."""
     n, shape = size.tokens, (BATCH, HEADS, size.tokens, size.width)
-    # inputs are rounded to dtype first, so that the float64 reference gets the same numbers
-    exact = [torch.randn(shape).to(device, dtype).double() for _ in range(3)]
+    qkv = [torch.randn(shape).to(device, dtype).double() for _ in range(3)]
     cotangent = torch.randn(shape).to(device, dtype)
-    inputs = torch.randn(BATCH, n, HEADS * size.width).to(device, dtype).double()
+    x = torch.randn(BATCH, n, HEADS * size.width).to(device, dtype).double()
     positions, padding = _positions(encoding, case, n, device)
     if encoding.needs_token_ids:
         ids = torch.randint(len(SYMBOLS), (BATCH, n)).to(device)
         positions = replace(positions, tokens=ids if padding is None else ids.masked_fill(padding, -1))
     if padding is not None:
         cotangent = cotangent.masked_fill(padding[:, None, :, None], 0.0)
+    return _Inputs(qkv, cotangent, x, positions, padding, is_cached=case == "cached")
+
+
+def _compare(
+    encoding: Encoding, backend: Backend, case: str, dtype: torch.dtype, size: Size, device: str
+) -> tuple[float, float]:
+    """Return the error as a multiple of the tolerance, and the seconds of a call."""
+    inputs = _draw_inputs(encoding, case, dtype, size, device)
+    rounded = [x.to(dtype) for x in inputs.qkv]
     with_grads = case in ("backward", "padded", "warped")
-
-    def run(qkv: Sequence[Tensor], backend: Backend, with_grads: bool) -> Iterator[Tensor]:
-        """Yield the output of each call and, ``with_grads``, the gradients of q, k, v and the parameters."""
-        q, k, v = (x.detach().requires_grad_(with_grads) for x in qkv)
-        with torch.set_grad_enabled(with_grads):
-            for m in range(n - DECODE_STEPS + 1, n + 1) if case == "cached" else (n,):
-                call_positions = _last(positions, m) if case == "cached" else positions
-                query = q[:, :, m - 1 : m] if case == "cached" else q
-                plan = build_plan(encoding, call_positions, padding, backend)
-                features = compute_token_features(inputs[:, :m].to(q.dtype), plan)
-                out = run_attention(query, k[:, :, :m], v[:, :, :m], plan, 0.0, features)
-                yield out
-            if with_grads:
-                leaves = [q, k, v, *(p for p in encoding.parameters() if p.requires_grad)]
-                gradients = torch.autograd.grad(out, leaves, cotangent.to(out.dtype), allow_unused=True)
-                yield from (torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True))
-
-    rounded = [x.to(dtype) for x in exact]
     start = time.perf_counter()
     try:
-        actual = list(run(rounded, backend, with_grads))
+        actual = inputs.run(rounded, encoding, backend, with_grads)
     except UserError:
         if not with_grads or case == "backward":
             raise
         with_grads = False  # a backend without gradients for this case is still tested on its output
-        actual = list(run(rounded, backend, with_grads))
+        actual = inputs.run(rounded, encoding, backend, with_grads)
     first_seconds = time.perf_counter() - start
-    expected = list(run(exact, BACKENDS["reference"], with_grads))
-    plan = build_plan(encoding, positions, padding, backend)
-    _, _, v = rounded
+    expected = inputs.run(inputs.qkv, encoding, BACKENDS["reference"], with_grads)
+    plan = build_plan(encoding, inputs.positions, inputs.padding, backend)
+    _, _, v = inputs.qkv
     error = autotune_inputs.deviation(actual, expected, autotune_inputs.TOLERANCE[dtype], plan, v)
-    interpreted = device == "cpu" and backend is BACKENDS["triton"]  # slow, and without compilation to warm up
-    seconds = first_seconds if interpreted else _seconds(lambda: list(run(rounded, backend, with_grads)), device)
+    is_interpreted = device == "cpu" and backend is BACKENDS["triton"]  # slow, and without compilation to warm up
+    seconds = first_seconds
+    if not is_interpreted:
+        seconds = _seconds(lambda: inputs.run(rounded, encoding, backend, with_grads), device)
     return error, seconds / (DECODE_STEPS if case == "cached" else 1)
 
 

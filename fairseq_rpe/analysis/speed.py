@@ -163,7 +163,7 @@ def _timed_calls(setting: BenchSetting, training: bool, n: int) -> tuple[dict[tu
                 torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
 
     free = free_memory(device)
-    needed = DENSE_COPIES * 4 * batch * heads * n * n
+    needed = DENSE_COPIES * 4 * batch * heads * n * n  # bytes of the reference in float32
     calls = {(BASELINE, "sdpa"): partial(call, None, None, [])}
     calls[BASELINE, "sdpa"]()
     left_out = []
@@ -187,17 +187,17 @@ def _timed_calls(setting: BenchSetting, training: bool, n: int) -> tuple[dict[tu
     return calls, left_out
 
 
-def failure_reason(call: TimedCall, name: str, short: str, of: str = "") -> str:
+def failure_reason(call: TimedCall, refused_name: str, memory_name: str, of: str = "") -> str:
     """Call a function once, and return the reason if it cannot be timed.
 
     Args:
         call: function that will be timed.
-        name: its name in the message of a refusal.
-        short: its name in the message of an out-of-memory error.
+        refused_name: name of the call in the message of a refusal.
+        memory_name: name of the call in the message of an out-of-memory error.
         of: end of the message of an out-of-memory error.
 
     Returns:
-        A line on why it cannot be timed, "" if it can.
+        A line with the reason, "" if the call can be timed.
 
     Raises:
         RuntimeError: an error that is no lack of memory.
@@ -205,11 +205,11 @@ def failure_reason(call: TimedCall, name: str, short: str, of: str = "") -> str:
     try:
         call()
     except (UserError, NotImplementedError) as error:
-        return f"left out, {name}: {error}"
+        return f"left out, {refused_name}: {error}"
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error).lower():
             raise
-        return f"left out, {short}: not enough memory{of}"
+        return f"left out, {memory_name}: not enough memory{of}"
     return ""
 
 
@@ -240,7 +240,7 @@ def time_interleaved(calls: dict[Any, TimedCall], repeats: int, device: str) -> 
 def tables(timings: Sequence[Timing]) -> list[Table]:
     """Return a table per step: milliseconds without a bias, then ratios to it, with the fastest and slowest run."""
 
-    def cell(timing: Timing | None, value: str) -> Cell:
+    def cell(timing: Timing | None, value: str) -> Cell:  # value: milliseconds or ratio
         if timing is None:
             return Cell("")
         middle = getattr(timing, value)

@@ -20,7 +20,7 @@ EPSILONS = (Fraction(1, 2), Fraction(1, 10), Fraction(1, 100), Fraction(1, 1000)
 # six per decade, as decimals with two digits, so that each is exact
 EPSILON_GRID = tuple(Fraction(f"{10 ** (-k / 6):.2g}") for k in range(1, 19))
 MAX_LOG10_DRAWN = 15  # common logarithm of the largest field in a figure
-_BOUNDS = ("trf", "trf_low", "trf_high")
+_FIELD_COLUMNS = ("trf", "trf_low", "trf_high")
 Source = str | Sequence[Encoding]  # a formula, or a single encoding, or one encoding per layer
 
 
@@ -65,6 +65,7 @@ def head_weights(source: Source, keys: int) -> list[tuple[HeadIndex, Tensor]]:
 def _per_head(
     source: Source, formula: Callable[[str], Any], heads: Callable[[Encoding], Iterable[Any]]
 ) -> Iterable[tuple[HeadIndex, Any]]:
+    """Yield a value for each head: ``formula`` of a formula, or the values that ``heads`` returns for an encoding."""
     if isinstance(source, str):
         yield HeadIndex(), formula(source)
         return
@@ -95,11 +96,12 @@ def _lines(rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> list[list[s
     """Return the header of the table and its lines."""
 
     def cells(row: HeadRow) -> list[str]:
-        head = row[1]
-        numbers = ["-" if (field := head.trf(e)) is None else str(field) for e in epsilons]
-        return [head.decision, head.digits() or "-", *numbers, head.reason]
+        _, head = row
+        fields = ["-" if (field := head.trf(e)) is None else str(field) for e in epsilons]
+        return [head.decision, head.digits() or "-", *fields, head.reason]
 
     lines = [["", "Σ b_n", "B", *(f"TRF({format_epsilon(e)})" for e in epsilons), "reason"]]
+    # neighbouring heads with the same cells share a line
     for shared, group in itertools.groupby(rows, cells):
         indices = [index for index, _ in group]
         lines.append([_span(indices[0], indices[-1]), *shared])
@@ -116,21 +118,21 @@ def _span(first: HeadIndex, last: HeadIndex) -> str:
 def verdict_cells(sources: Mapping[str, Sequence[HeadRow]], epsilons: Sequence[Fraction]) -> list[list[Any]]:
     """Return a header and a row per source, layer, head and ε, with proven bounds, for a CSV file."""
     limits = ["limit", "limit_low", "limit_high"]
-    cells: list[list[Any]] = [["source", *HeadIndex._fields, "verdict", *limits, "epsilon", *_BOUNDS, "reason"]]
+    cells: list[list[Any]] = [["source", *HeadIndex._fields, "verdict", *limits, "epsilon", *_FIELD_COLUMNS, "reason"]]
     for title, rows in sources.items():
         for index, head in rows:
-            start = [title, *index, head.decision, head.digits(), *_outwards(head)]
-            cells += [[*start, format_epsilon(e), *_bounds(head, e), head.reason] for e in epsilons]
+            start = [title, *index, head.decision, head.digits(), *_limit_cells(head)]
+            cells += [[*start, format_epsilon(e), *_field_cells(head, e), head.reason] for e in epsilons]
     return cells
 
 
 def field_cells(sources: Mapping[str, Sequence[HeadRow]]) -> list[list[Any]]:
     """Return a header and a row per source, layer, head with receptive fields and ε of ``EPSILON_GRID``."""
-    cells: list[list[Any]] = [["source", *HeadIndex._fields, "epsilon", *_BOUNDS]]
+    cells: list[list[Any]] = [["source", *HeadIndex._fields, "epsilon", *_FIELD_COLUMNS]]
     for title, rows in sources.items():
         for index, head in rows:
             if head.total is not None:
-                cells += [[title, *index, format_epsilon(e), *_bounds(head, e)] for e in EPSILON_GRID]
+                cells += [[title, *index, format_epsilon(e), *_field_cells(head, e)] for e in EPSILON_GRID]
     return cells
 
 
@@ -170,13 +172,13 @@ def quantised_field(
     return rows, curves
 
 
-def _bounds(head: HeadVerdict, epsilon: Fraction) -> tuple[Any, ...]:
-    """Return the field as text and its whole-number bounds, None where there are none."""
+def _field_cells(head: HeadVerdict, epsilon: Fraction) -> tuple[Any, ...]:
+    """Return the values of ``_FIELD_COLUMNS``: the field as text and its whole-number bounds, None if unknown."""
     field = head.trf(epsilon)
     return (None,) * 3 if field is None else (str(field), field.low, field.high)
 
 
-def _outwards(head: HeadVerdict) -> list[str]:
+def _limit_cells(head: HeadVerdict) -> list[str]:
     """Return the bounds on B with 24 digits, rounded outwards."""
     if head.limit is None:
         return ["", ""]

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 TIMEOUT = 120.0  # seconds for a candidate's check, and again for its timing; NCCL gives up after 600
 WARM_UPS, REPEATS = 2, 5  # calls of a candidate before its timing, and calls that are timed
 MAX_TIMING_SECONDS = 2.0  # no further call of a candidate is timed after this total time
-SEED = 1234  # of the dropout mask while candidates are compared; any number
-MIN_KEYS = 128  # keys of the shortest class of lengths; each class is four times as long as the one before
+SEED = 1234  # seed of the dropout mask while candidates are compared; any number would do
+MIN_KEYS = 128  # keys of the shortest class of lengths; each further class is four times as long
 STORE_PREFIX = "fairseq_rpe/attention/"
 NO_BACKEND = "-"  # in the store: the deciding rank has chosen none
 Attend = Callable[..., Tensor]
@@ -180,7 +180,7 @@ def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def on_gpu(q: Tensor) -> bool:
-    """Return whether a call is worth tuning; on the CPU sdpa is the fastest, see docs/attention.md."""
+    """Return whether q is on a GPU, where tuning pays; on a CPU sdpa is the fastest backend, see docs/attention.md."""
     return q.is_cuda
 
 

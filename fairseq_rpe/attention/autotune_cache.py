@@ -1,8 +1,9 @@
 """Cache of autotuning results in the user's cache folder, for later processes on the same machine.
 
-There is one JSON file for each machine, i.e. a GPU with its driver and the versions of torch, CUDA, Triton and this
-package's files. If any of these differs, all is measured again. ``FAIRSEQ_RPE_CACHE`` is the folder, or ``off`` for no
-cache; by default it is ``$XDG_CACHE_HOME/fairseq_rpe`` or ``~/.cache/fairseq_rpe``.
+There is one JSON file for each machine: a GPU with its driver, the versions of torch, CUDA and Triton, and this
+package's files. If any of these differs, all backends are measured again. The environment variable
+``FAIRSEQ_RPE_CACHE`` names the folder, or is ``off`` for no cache. The default is ``$XDG_CACHE_HOME/fairseq_rpe`` or
+``~/.cache/fairseq_rpe``.
 """
 
 import functools
@@ -78,10 +79,9 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 def _machine(device: str) -> Mapping[str, str]:
     torch_device = torch.device(device)
     cuda = torch_device.type == "cuda"
+    name = torch.cuda.get_device_name(torch_device) if cuda else None
     return {
-        "device": torch.cuda.get_device_name(torch_device)
-        if cuda
-        else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "device": name or f"{platform.machine()}, {torch.get_num_threads()} threads",
         "driver": _driver() if cuda else "none",
         "cuda": torch.version.cuda or "none",
         "torch": torch.__version__,
@@ -140,20 +140,26 @@ def save_choice(machine: Mapping[str, str], signature: str, choice: BackendChoic
         for _ in range(LOCK_ATTEMPTS):
             try:
                 with exclusive_lock(path.with_suffix(".lock"), "in use"):
-                    try:
-                        choices = _read_choices(path, machine)
-                    except UserError:  # damaged: replaced
-                        choices = {}
-                    write_json(path, to_dict(CachedChoices(dict(machine), {**choices, signature: to_dict(choice)})))
+                    _add_choice(path, machine, signature, choice)
                 return
-            except UserError:
+            except UserError:  # another process has the lock
                 time.sleep(LOCK_WAIT)
         logger.info("the choice of a backend is not kept: %s is in use", path)
     except OSError as error:
         logger.info("the choice of a backend is not kept: %s cannot be written (%s)", path, error)
 
 
+def _add_choice(path: Path, machine: Mapping[str, str], signature: str, choice: BackendChoice) -> None:
+    """Add a choice to the file, and replace a damaged file."""
+    try:
+        choices = _read_choices(path, machine)
+    except UserError:
+        choices = {}
+    write_json(path, to_dict(CachedChoices(dict(machine), {**choices, signature: to_dict(choice)})))
+
+
 def _read_choices(path: Path, machine: Mapping[str, str]) -> dict[str, object]:
+    """Return the choices in the file by signature; none if it is missing or of another machine."""
     if not path.exists():
         return {}
     cached = read_record(CachedChoices, read_json(path), str(path), "the file", strict=False)

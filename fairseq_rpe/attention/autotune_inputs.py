@@ -4,6 +4,7 @@ Nothing in them is part of the caller's graph. Tables, parameters and pieces are
 reaches a model's parameter and nothing that its backward pass needs is freed.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -168,7 +169,7 @@ def deviation(actual: list[Tensor], expected: list[Tensor], tolerance: float, pl
         error = float((a - b).abs().max()) / allowed
         if not error <= worst:  # true for NaN, too
             worst = error
-        if worst != worst:
+        if math.isnan(worst):
             break
     return worst
 
@@ -238,6 +239,7 @@ def _sample_bias(plan: AttentionPlan) -> tuple[Bias | None, tuple[Tensor, ...]]:
 
 
 def _sample_pointwise_bias(bias: PointwiseBias) -> tuple[Bias, tuple[Tensor, ...]]:
+    """Return the bias as its scalar function, with copies of the parameters, and these copies."""
     parameters = tuple(map(_copy_leaf, bias.parameters))
 
     def evaluate(i: Tensor, j: Tensor) -> Tensor:
@@ -248,6 +250,7 @@ def _sample_pointwise_bias(bias: PointwiseBias) -> tuple[Bias, tuple[Tensor, ...
 
 
 def _sample_scaled_distance_bias(bias: ScaledDistanceBias, plan: AttentionPlan) -> tuple[Bias, tuple[Tensor, ...]]:
+    """Return the bias as its pieces, with copies of the tensors that have gradients, and these copies."""
     visible = bias.pieces_in_range(plan.positions, plan.padding, plan.last_query)
     tensors = bias.distance_values, bias.query_scale, visible.value, visible.slope
     far, near, value, slope = leaves = tuple(map(_copy_leaf, tensors))
@@ -256,6 +259,7 @@ def _sample_scaled_distance_bias(bias: ScaledDistanceBias, plan: AttentionPlan) 
     assert step is not None
 
     def evaluate(i: Tensor, j: Tensor) -> Tensor:
+        # (B or 1, n, m) in steps, which index far
         distance = ((i[:, :, None] - j[:, None, :]) / step).round().long().clamp_min(0)
         x = far[distance] * near[:, ((i - first) / step).round().long()[0], None]  # (B or 1, n, m)
         piece = torch.bucketize(x.detach(), breakpoints, right=True)

@@ -20,8 +20,8 @@ from fairseq_rpe.core.bias import Bias
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionPlan, Tensor | None], Tensor]
 ELEMENTS = 1 << 20  # scores of a block on a CPU, whose cache holds a few such matrices
 DEVICE_ELEMENTS = 1 << 26  # scores of a block elsewhere, where small operations are expensive
-MIN_ROWS = 16  # queries of a block
-MAX_ROWS = 256  # queries of a block with fewer than all heads
+MIN_ROWS = 16  # least number of queries of a block
+MAX_ROWS = 256  # largest number of queries of a block with fewer than all heads
 
 
 def attend_in_blocks(
@@ -46,6 +46,7 @@ def attend_in_blocks(
     if rows >= n and block_heads >= heads:  # one block, whose graph may stay in memory
         shape = batch, heads, n, k.shape[2]
         return attend(q, k, v, plan, keep_block(seed, 0, n, shape, dropout, q.device) if dropout > 0 else None)
+    # each tensor with its kind, see _Blocks; the order is that in which _Blocks.__call__ takes them
     bias_leaves = _bias_leaves(plan.bias)
     value_leaves = [] if plan.relative_values is None else [(plan.relative_values.vectors, "table")]
     parameters = ((x, "") for x in plan.transform_parameters)
@@ -75,19 +76,19 @@ def _block_size(q: Tensor, k: Tensor, mixes_heads: bool, draws_mask: bool) -> tu
 
 
 def _bias_leaves(bias: Bias | None) -> list[tuple[Tensor, str]]:
-    """Return the tensors of a bias with their kinds (see :class:`_Blocks`); the bias is no function of positions."""
+    """Return the tensors of a bias with their kinds (see :class:`_Blocks`); the bias is not a function of positions."""
     leaves = [] if bias is None else bias.tree_flatten()
     assert leaves is not None
     return leaves
 
 
 class _Blocks:
-    """Computes each block. It holds everything but the tensors that need gradients, which are arguments of a call.
+    """Computes each block. Tensors that need gradients are arguments of a call; everything else is stored here.
 
     Args:
-        plan: positions, bias and hooks for all n queries and m keys; each block gets a slice of it.
-        kinds: kind of each tensor, which says how a block slices it: "rows" (B, H, n, …), "keys" (B, H, m, …), "table"
-            (H or 1, …), or "" for a parameter, which is not sliced.
+        plan: positions, bias and hooks for all n queries and m keys; each block gets a slice of the plan.
+        kinds: kind of each tensor, which determines how a block slices the tensor: "rows" for (B, H, n, …), "keys" for
+            (B, H, m, …), "table" for (H or 1, …), or "" for a parameter, which is not sliced.
         size: number of rows and number of heads of a block.
         shape: B, H, n, m.
         dropout: probability of dropping an attention weight.
@@ -105,7 +106,7 @@ class _Blocks:
         seed: int,
         attend: Attend,
     ) -> None:
-        # empty tensors in place of the leaves, which may keep a graph alive
+        # empty tensors replace the leaves, since these may keep a graph alive
         placeholders = iter([x.new_empty(0) for x, _ in _bias_leaves(plan.bias)])
         bias = None if plan.bias is None else plan.bias.tree_unflatten(placeholders)
         values = plan.relative_values
@@ -124,6 +125,7 @@ class _Blocks:
     def slices(self, tensors: tuple[Tensor, ...], rows: slice, heads: slice) -> list[Tensor]:
         """Return the slice of each tensor that a block reads."""
         _, _, n, m = self.shape
+        # the queries are the last n tokens, and the block reads the keys up to its last query
         token_slices = {"rows": rows, "keys": slice(m - n + rows.stop)}
         sliced = []
         for x, kind in zip(tensors, self.kinds, strict=True):

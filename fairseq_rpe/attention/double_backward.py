@@ -75,7 +75,8 @@ class _Gradients(torch.autograd.Function):
             raise UserError(
                 "third derivatives are available from plain torch operations only: attend with backend='reference'"
             )
-        # differentiate the formula's gradients (first) along the incoming cotangents, on a graph of detached copies
+        # the vector-Jacobian product of the gradients: the formula's first gradients are computed on a graph of
+        # detached copies, and differentiated along the incoming cotangents
         grad, *tensors = (x.detach() for x in ctx.saved_tensors)
         inputs = [*tensors, *ctx.parameters]
         grad.requires_grad_()
@@ -86,6 +87,7 @@ class _Gradients(torch.autograd.Function):
             leaves = [x for x, need in zip(inputs, ctx.needs, strict=True) if need]
             first = torch.autograd.grad(out, leaves, grad, create_graph=True, allow_unused=True)
         cotangents = [x for x, need in zip(incoming, ctx.needs, strict=True) if need]
+        # gradients that do not depend on the inputs have no second derivative
         pairs = [
             (x, y)
             for x, y in zip(first, cotangents, strict=True)
@@ -95,8 +97,10 @@ class _Gradients(torch.autograd.Function):
         if pairs:
             outputs, seeds = zip(*pairs, strict=True)
             second = list(torch.autograd.grad(outputs, [grad, *leaves], seeds, allow_unused=True))
-        input_grads = iter(second[1:])
-        return None, None, None, None, second[0], *(next(input_grads) if need else None for need in ctx.needs)
+        grad_grad, *input_grads = second
+        remaining = iter(input_grads)
+        # compute, formula, needs and count have no gradient
+        return None, None, None, None, grad_grad, *(next(remaining) if need else None for need in ctx.needs)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None = None) -> Tensor:
@@ -148,8 +152,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
     """
     inputs = (q, k, v) if mask is None else (q, k, v, mask)
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    plain = not needs_graph or q.device.type != "cpu" or (mask is not None and mask.requires_grad)
-    if plain or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    uses_torch = not needs_graph or q.device.type != "cpu" or (mask is not None and mask.requires_grad)
+    if uses_torch or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     out: Tensor = FlashAttention.apply(contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), mask, causal)
     return out

@@ -30,11 +30,11 @@ from fairseq_rpe.core.score_mod import ScoreMod
 from fairseq_rpe.core.score_mod import score_mod as bias_score_mod
 
 BLOCK = 128  # queries, and keys, of a block of the mask
-HEAD_WIDTHS = range(16, 257)  # that the compiled kernel supports
+HEAD_WIDTHS = range(16, 257)  # head widths that the compiled kernel supports
 MAX_COLUMNS = 1024  # largest table of a content bias: the products of a token with all columns are stored
-CACHED_MASKS = 32  # causal block masks of different lengths
+CACHED_MASKS = 32  # number of causal block masks, of different lengths, that are cached
 NO_BACKWARD = "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"
-COMPILATIONS = 64  # bias types, dtypes, head widths, with or without gradients; lengths are dynamic
+COMPILATIONS = 64  # limit, for bias types, dtypes and head widths, with or without gradients; lengths are dynamic
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
@@ -62,7 +62,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
     # shapes" would compile sizes that happen to be equal (a batch of 2, 2 blocks) as one, and again where they differ
     settings = torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
     with settings, shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # added at run time by torch
-        out = _compiled(q.device.type)(q, k, v, score_mod=score_mod(plan, q.shape[0]), block_mask=_mask(plan, q, k))
+        out = _compile_for(q.device.type)(q, k, v, score_mod=score_mod(plan, q.shape[0]), block_mask=_mask(plan, q, k))
     return out.to(dtype)
 
 
@@ -126,7 +126,7 @@ def _max_columns(bias: Bias | None) -> int:
 
 
 @functools.cache
-def _compiled(device: str) -> Callable[..., Any]:
+def _compile_for(device: str) -> Callable[..., Any]:
     """Return FlexAttention for a type of device; "eager" runs it unfused, since a CPU needs no kernel here."""
     backend = "inductor" if device == "cuda" else "eager"
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)

@@ -95,10 +95,7 @@ def attend(
     if causal is not True:
         raise UserError("attend is causal, as are the encodings: a query sees earlier tokens only; leave causal=True")
     check_probability("dropout", dropout)
-    if not isinstance(encoding, Encoding | str):
-        raise UserError(
-            f"encoding is a spec such as 'alibi' or what build(...) returns, not {describe_value(encoding)}"
-        )
+    _check_encoding_type(encoding)
     heads, width = q.shape[1], q.shape[3]
     module = _build_stateless(encoding, heads, heads * width) if isinstance(encoding, str) else encoding
     check_contract(module)
@@ -126,17 +123,29 @@ def attend(
 def _build_stateless(spec: str, heads: int, width: int) -> Encoding:
     """Build an encoding that has no parameters and acts in attention."""
     encoding = build(spec, heads, width)
-    if encoding.embeds:
-        raise UserError(
-            f"'{spec}' acts at a model's input, not in attention: add it there with build(...).embed, and attend with "
-            "that encoding or 'nope'"
-        )
+    _refuse_absolute(spec, encoding, "attend with that encoding or 'nope'")
     if next(encoding.parameters(), None) is not None:
         raise UserError(
             f"'{spec}' is learned, and a string would throw its parameters away: keep build('{spec}', heads={heads}, "
             f"width={width}) in your model and pass it"
         )
     return encoding
+
+
+def _check_encoding_type(encoding: object) -> None:
+    """Raise UserError unless this is an encoding or a spec."""
+    if not isinstance(encoding, Encoding | str):
+        raise UserError(
+            f"encoding is a spec such as 'alibi' or what build(...) returns, not {describe_value(encoding)}"
+        )
+
+
+def _refuse_absolute(spec: str, encoding: Encoding, remedy: str) -> None:
+    """Raise UserError if the encoding of a spec acts at a model's input; ``remedy`` ends the message."""
+    if encoding.embeds:
+        raise UserError(
+            f"'{spec}' acts at a model's input, not in attention: add it there with build(...).embed, and {remedy}"
+        )
 
 
 class RelativeAttention(nn.Module):
@@ -189,19 +198,12 @@ class RelativeAttention(nn.Module):
         check_probability("dropout", dropout)
         if not isinstance(bias, bool):
             raise UserError(f"bias is True or False, not {describe_value(bias)}")
-        if not isinstance(encoding, Encoding | str):
-            raise UserError(
-                f"encoding is a spec such as 'alibi' or what build(...) returns, not {describe_value(encoding)}"
-            )
+        _check_encoding_type(encoding)
         if width % heads:
             raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
         if isinstance(encoding, str):
             spec, encoding = encoding, build(encoding, heads, width, length)
-            if encoding.embeds:
-                raise UserError(
-                    f"'{spec}' acts at a model's input, not in attention: add it there with build(...).embed, and use "
-                    "that encoding or 'nope' here"
-                )
+            _refuse_absolute(spec, encoding, "use that encoding or 'nope' here")
         elif encoding.heads != heads or encoding.width != width:
             raise UserError(
                 f"the encoding is for {encoding.heads} heads and width {encoding.width}, this layer has {heads} and "

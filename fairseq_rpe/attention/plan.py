@@ -67,7 +67,7 @@ class AttentionPlan:
 
     @property
     def bias_may_need_grad(self) -> bool:
-        """Whether the bias may need a gradient; what a function of positions uses is unknown, so it may."""
+        """Whether the bias may need a gradient; True for a function of positions, whose tensors are unknown."""
         bias = self.bias
         if isinstance(bias, PointwiseBias):
             return any(x.requires_grad for x in bias.parameters)
@@ -95,14 +95,15 @@ class AttentionPlan:
         """
         pos, bias = self.positions, self.bias
         m = pos.k.shape[1]
+        row: Tensor | None = None
         if isinstance(bias, ToeplitzBias) and is_evenly_spaced(bias, pos):
             row = table_by_distance(bias, m).flip(1)[None, :, None]  # (1, H, 1, m)
         elif bias is not None:
             row = bias.materialize(pos, slice(-1, None)).contiguous()  # (B or 1, H, 1, m)
         if self.padding is None or self.fully_padded_rows is None:
-            return None if bias is None else row
+            return row
         hidden = self.padding[:, None, None] & ~self.fully_padded_rows  # (B, 1, 1, m)
-        row = pos.k.new_zeros(1, 1, 1, m) if bias is None else row
+        row = pos.k.new_zeros(1, 1, 1, m) if row is None else row
         return row.masked_fill(hidden, float("-inf"))
 
     @cached_property
@@ -120,7 +121,7 @@ class AttentionPlan:
 
     @cached_property
     def visible_until(self) -> Tensor | None:
-        """(B, m) int32 index of the last query that sees each key, -1 at padding; None: the row's last sees all."""
+        """(B, m) int32 index of the last query that sees each key, -1 at padding; None if the last query sees all."""
         if self.last_query is None and self.padding is None:
             return None
         if self.last_query is not None:
@@ -198,7 +199,7 @@ class KeyRange:
 def find_key_ranges(regions: Sequence[RotationRegion], pos: Positions, rows: int = QUERY_BLOCK) -> list[KeyRange]:
     """Find the keys that blocks of ``rows`` queries see in each region. Waits for the device once for each region.
 
-    Where positions fall along a row, all keys of the past are included.
+    If positions decrease somewhere along a row, a range contains all keys of the past.
 
     Args:
         regions: rotation regions.
@@ -212,13 +213,14 @@ def find_key_ranges(regions: Sequence[RotationRegion], pos: Positions, rows: int
     stops = [min(start + rows, n) for start in range(0, n, rows)]
     first, last = _block_bounds(pos.q, rows)
     k = pos.k.contiguous()
-    falls = (k.diff(dim=1) < 0).any()  # a binary search needs sorted positions
+    is_unsorted = (k.diff(dim=1) < 0).any()  # for a binary search, which needs sorted positions
     ranges = []
     for region in regions:
         # (B or 1, blocks): bounds of the positions of keys that a block sees
         least, most = (x.to(k.dtype).expand(len(k), -1).contiguous() for x in region.key_range(first, last))
-        low = torch.searchsorted(k, least).amin(0).masked_fill(falls, 0)
-        high = torch.searchsorted(k, most, right=True).amax(0).masked_fill(falls, m)
+        # first key and end of the keys that each block sees, over all rows of the batch
+        low = torch.searchsorted(k, least).amin(0).masked_fill(is_unsorted, 0)
+        high = torch.searchsorted(k, most, right=True).amax(0).masked_fill(is_unsorted, m)
         pairs = zip(*torch.stack([low, high]).tolist(), stops, strict=True)
         blocks = [slice(a, max(a, min(b, m - n + stop))) for a, b, stop in pairs]
         inside = [keys for keys in blocks if keys.start < keys.stop]

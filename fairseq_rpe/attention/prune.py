@@ -33,9 +33,8 @@ from fairseq_rpe.core.bias import ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 
 BLOCK = 256  # queries, and keys, of a block
-SLACK = 1e-3  # for rounding, in nats
-SLACK_OF_SCORE = 1e-5  # for rounding, relative to the largest score that the norms allow
-SLACK_OF_BIAS = 1e-6  # for rounding, relative to each entry of the bias
+# allowances for rounding: in nats, relative to the largest score that the norms allow, and to each entry of the bias
+SLACK, SLACK_OF_SCORE, SLACK_OF_BIAS = 1e-3, 1e-5, 1e-6
 
 
 def check_eps(eps: float) -> None:
@@ -99,25 +98,32 @@ def pruned_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float)
         if near:
             low = offset[:, :, rows] - lse.flip(2)
             first = first_kept_key(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
-            # the retained far keys differ between heads, so each head has a call of its own
+            # the retained far keys differ between heads, so each head has a separate call
             for row, head in (first < near).nonzero().tolist():
-                row_slice, head_slice = slice(row, row + 1), slice(head, head + 1)
-                query_idx, far = (row_slice, head_slice), slice(int(first[row, head]), near)
+                query_idx = slice(row, row + 1), slice(head, head + 1)
+                far = slice(int(first[row, head]), near)
                 key_idx = (*query_idx, far)
                 far_out, far_lse = _partial_attention(
-                    block_q[query_idx], k[key_idx], v[key_idx], mask[:, head_slice, :, far], may_mask_past
+                    block_q[query_idx], k[key_idx], v[key_idx], mask[:, head : head + 1, :, far], may_mask_past
                 )
-                # means weighted by exp(lse); a query that sees no key has -inf twice and an output of 0
-                share = (far_lse - lse[query_idx]).sigmoid().masked_fill(far_lse == float("-inf"), 0.0)
-                block_out[query_idx] = torch.lerp(block_out[query_idx], far_out, share[..., None])
+                _merge_far_keys(block_out[query_idx], lse[query_idx], far_out, far_lse)
         out[:, :, rows] = block_out.flip(2)
     return out
+
+
+def _merge_far_keys(near_out: Tensor, near_lse: Tensor, far_out: Tensor, far_lse: Tensor) -> None:
+    """Replace ``near_out`` (1, 1, R, D) by the output over near and far keys: their means weighted by exp(lse).
+
+    A query that sees no key has -inf as both log-sum-exps and an output of 0.
+    """
+    far_share = (far_lse - near_lse).sigmoid().masked_fill(far_lse == float("-inf"), 0.0)  # (1, 1, R)
+    near_out.copy_(torch.lerp(near_out, far_out, far_share[..., None]))
 
 
 def _partial_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, may_mask_past: bool) -> tuple[Tensor, Tensor]:
     """Return output (B, H, R, D) and log-sum-exp (B, H, R) over some keys.
 
-    The log-sum-exp is -inf for a query that sees none of them, where torch's kernel returns 0.
+    For a query that sees none of these keys the log-sum-exp is -inf; torch's kernel returns 0 there.
     """
     out, lse = flash_attention(q, k, v, 0.0, False, attn_mask=bias)
     if may_mask_past:
@@ -140,8 +146,9 @@ def score_bound_terms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = q.shape[3] ** -0.5
     norm = q.norm(dim=3) * scale
     slack = SLACK + SLACK_OF_SCORE * norm * k.norm(dim=3).amax(2, keepdim=True)
-    radius = F.pad((k - mean).norm(dim=3), (0, -k.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK)).amax(3)
-    return torch.linalg.vecdot(q, mean) * scale + slack, norm, radius  # vecdot: a matrix product might be in TF32
+    radius = F.pad((k - mean).norm(dim=3), (0, -k.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK)).amax(3)  # (B, H, N)
+    # vecdot, because a matrix product might be in TF32
+    return torch.linalg.vecdot(q, mean) * scale + slack, norm, radius
 
 
 def subtract_max(table: Tensor) -> Tensor:

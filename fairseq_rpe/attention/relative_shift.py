@@ -1,9 +1,9 @@
-"""Strided views that shift each row of a matrix by its index, and biases and values of token tables read through them.
+"""Views that shift each row of a matrix by its index: from columns by distance to columns by key, and back.
 
-A product of queries with a table has a column per distance, a bias has one per key. With W keys and r queries, the
-column of distance d stands at x = W - 1 - d and belongs r - 1 - i columns further left in row i. One column of padding
-and another shape of the same memory shift all rows at once (the skewing of Huang et al. 2018, arXiv 1809.04281).
-Without even positions each pair is looked up.
+The product of r queries with a table has one column for each distance; a bias has one column for each of W keys. Let
+column x = W - 1 - d of the product be that of distance d. In row i it belongs r - 1 - i columns further left. One
+column of padding and another shape of the same memory shift all rows at once (skewing, Huang et al. 2018, arXiv
+1809.04281). This needs evenly spaced positions; otherwise each pair is looked up.
 """
 
 import functools
@@ -43,7 +43,7 @@ def sum_relative_values_fast(weights: Tensor, values: RelativeValues, plan: Atte
     if not _is_even(values, plan.positions):
         return sum_relative_values(weights, values, plan)
     vectors, keys = values.vectors[:, values.origin :].to(weights.dtype), weights.shape[3]  # (H or 1, R, D)
-    near = min(vectors.shape[1] - 1, keys)  # distances before the table's last column
+    near = min(vectors.shape[1] - 1, keys)  # number of distances before the table's last column
     by_distance = inverse_relative_shift(weights)  # (B, H, n, m): column y is distance m - 1 - y
     out = torch.matmul(by_distance[..., keys - near :], vectors[:, :near].flip(1))  # (B, H, n, D)
     # all larger distances share the last column
@@ -123,6 +123,7 @@ def _is_even(table: QueryTableBias | KeyTableBias | RelativeValues, pos: Positio
 
 
 def _query_table_bias(bias: QueryTableBias, keys: int) -> Tensor:
+    """Return the bias (B, H, n, m) of n queries and m = ``keys`` keys at evenly spaced positions."""
     vectors = bias.vectors[:, bias.origin : bias.origin + keys].to(bias.query.dtype)  # (H or 1, R', E)
     by_distance = torch.matmul(bias.query, vectors.mT)  # (B, H, n, R')
     # repeat the last column for larger distances; one column more is the padding of the shift
@@ -131,16 +132,22 @@ def _query_table_bias(bias: QueryTableBias, keys: int) -> Tensor:
 
 
 def _key_table_bias(bias: KeyTableBias, rows: int) -> Tensor:
+    """Return the bias (B, H, n, m) of n = ``rows`` queries and m keys at evenly spaced positions.
+
+    Keys that every query sees at the last column's distance or beyond need no table; the others are the near keys.
+    """
     key, vectors = bias.key, bias.vectors[:, bias.origin :].to(bias.key.dtype)
     batch, heads, keys, _ = key.shape
     last = vectors.shape[1] - 1
-    near = min(keys, last + rows)  # keys that some of the queries see before the table's last column
+    near = min(keys, last + rows)  # number of near keys
+    # (B, H, n, m - near)
     far_bias = torch.matmul(key[:, :, : keys - near], vectors[:, -1, :, None]).mT.expand(-1, -1, rows, -1)
     by_distance = torch.matmul(key[:, :, keys - near :], vectors[:, :near].mT)  # (B, H, near, R')
     beyond = by_distance[..., -1:].expand(-1, -1, -1, near - by_distance.shape[3])
-    # column x is distance x - rows, and key j of the near ones needs the columns from near - rows - j on
+    # row j of the table is near key j, column x is distance x - n. Query i is at distance near - n + i - j from it, so
+    # key j needs n columns from x = near - j on: the distances of queries 0 … n-1
     future = by_distance.new_zeros(1, 1, 1, 1).expand(batch, heads, near, rows)
     table = torch.cat([future, by_distance, beyond], dim=3)  # (B, H, near, rows + near)
-    # one column less per row shifts row j by j
+    # rows that are one column shorter in the same memory: row j begins at x = near - j
     shifted = table.flatten(2)[..., near:].view(batch, heads, near, near + rows - 1)
     return torch.cat([far_bias, shifted[..., :rows].mT], dim=3)  # (B, H, rows, keys)

@@ -27,8 +27,8 @@ from fairseq_rpe.core.bias import Bias, ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 
-CURVE_TOKENS = 256  # from here on a ScaledDistanceBias is computed in pieces: finding them takes longer than few pairs
-# query-key pairs of a block whose bias is computed by a function: on a CPU they fit its cache
+MIN_CURVE_TOKENS = 256  # a ScaledDistanceBias of fewer tokens is computed pair by pair, as finding pieces takes longer
+# query-key pairs of a block whose bias is a function of positions: on a CPU, and elsewhere; on a CPU they fit its cache
 PAIR_ELEMENTS, DEVICE_PAIR_ELEMENTS = 1 << 17, 1 << 20
 
 
@@ -57,20 +57,44 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
     if plan.last_query is not None and _splits_documents(q, plan, dropout):
         return _attend_by_document(q, k, v, plan)
     block_bias = _block_bias(plan, n, m)
-    if block_bias is not None:
-        q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     if plan.prune:
-        check_pruning(q, k, v, plan, dropout)
-        if q.device.type != "cpu":
-            raise UserError(
-                f"backend 'sdpa' prunes on the CPU, not on '{q.device.type}': evaluate there, with 'triton' or unpruned"
-            )
-        if block_bias is not None:
-            (table,) = block_bias.tensors
-            return pruned_attention(q, k, v, table, plan.prune)
+        _check_pruning_on_cpu(q, k, v, plan, dropout)
     if block_bias is None:
         single = n == 1 and dropout == 0 and plan.transform_scores is None and plan.relative_values is None
         return (_attend_single_query if single else _attend_in_blocks)(q, k, v, plan, dropout)
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+    if plan.prune:
+        (table,) = block_bias.tensors
+        return pruned_attention(q, k, v, table, plan.prune)
+    return _attend_with_block_bias(q, k, v, plan, dropout, block_bias)
+
+
+def _check_pruning_on_cpu(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> None:
+    """Raise UserError unless the call can be pruned on a CPU."""
+    check_pruning(q, k, v, plan, dropout)
+    if q.device.type != "cpu":
+        raise UserError(
+            f"backend 'sdpa' prunes on the CPU, not on '{q.device.type}': evaluate there, with 'triton' or unpruned"
+        )
+
+
+class _BlockBias(NamedTuple):
+    """How to compute a bias block by block.
+
+    Attributes:
+        blocks: class that computes the blocks.
+        tensors: tensors that the class computes them from; none without a bias.
+    """
+
+    blocks: type[ToeplitzBlocks]
+    tensors: tuple[Tensor, ...]
+
+
+def _attend_with_block_bias(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, block_bias: _BlockBias
+) -> Tensor:
+    """Attend without a bias or with a bias of the distance, in O(n) memory; short texts may use a dense bias."""
+    n = q.shape[2]
     is_short, records_graph = n <= DENSE_TOKENS and q.device.type == "cpu", torch.is_grad_enabled()
     # float32 with gradients: the kernel's backward pass of short texts takes up to three times as long in bfloat16
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -86,18 +110,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
     return out
 
 
-class _BlockBias(NamedTuple):
-    """How to compute a bias block by block.
-
-    Attributes:
-        blocks: class that computes the blocks.
-        tensors: tensors that the class computes them from; none without a bias.
-    """
-
-    blocks: type[ToeplitzBlocks]
-    tensors: tuple[Tensor, ...]
-
-
 def _block_bias(plan: AttentionPlan, n: int, m: int) -> _BlockBias | None:
     """Return how to compute the bias in O(n) memory; None if that is not possible, or not faster.
 
@@ -110,7 +122,7 @@ def _block_bias(plan: AttentionPlan, n: int, m: int) -> _BlockBias | None:
         return _BlockBias(ToeplitzBlocks, ())
     if isinstance(bias, ToeplitzBias) and is_evenly_spaced(bias, plan.positions):
         return _BlockBias(ToeplitzBlocks, (table_by_distance(bias, n),))
-    if isinstance(bias, ScaledDistanceBias) and len(bias.query_scale) == 1 and n >= CURVE_TOKENS:
+    if isinstance(bias, ScaledDistanceBias) and len(bias.query_scale) == 1 and n >= MIN_CURVE_TOKENS:
         pieces = visible_pieces(bias, plan)
         lines = pieces.value, pieces.slope, bias.distance_values, bias.query_scale[0]
         return _BlockBias(ScaledDistanceBlocks, (*lines, pieces.breakpoints, pieces.midpoints))
@@ -120,46 +132,50 @@ def _block_bias(plan: AttentionPlan, n: int, m: int) -> _BlockBias | None:
 def _splits_documents(q: Tensor, plan: AttentionPlan, dropout: float) -> bool:
     """Return whether documents that share rows are computed one by one, in O(n) memory and without the others' keys.
 
-    This pays on a CPU, for rows that outweigh the calls. With dropout all documents of a row share one mask.
+    On a CPU this is faster for long rows; for short ones, the additional calls take longer. With dropout all documents
+    of a row share one mask, so they are computed together.
     """
     bias, n = plan.bias, q.shape[2]
     if q.device.type != "cpu" or dropout > 0 or plan.is_content_dependent or plan.prune or plan.padding is not None:
         return False
     if isinstance(bias, ScaledDistanceBias):
-        return n >= CURVE_TOKENS
+        return n >= MIN_CURVE_TOKENS
     is_even = isinstance(bias, ToeplitzBias) and is_evenly_spaced(bias, plan.positions)
     return n > DENSE_TOKENS and (bias is None or is_even)
 
 
 def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
     """Return the output (B, H, n, D), each document of each row computed separately."""
-    pos, bias = plan.positions, plan.bias
+    bias = plan.bias
     if isinstance(bias, ScaledDistanceBias):
         pieces = visible_pieces(bias, plan)  # once, for all documents
-        bias = replace(bias, make_pieces=lambda top: pieces)
+        plan = replace(plan, bias=replace(bias, make_pieces=lambda top: pieces))
     outputs = []
     for row, documents in enumerate(plan.document_slices):
-        row_slice = slice(row, row + 1)
-        position_row = row_slice if len(pos.k) > 1 else slice(1)
-        parts = []
-        for tokens in documents:
-            document_bias: Bias | None = bias
-            if isinstance(bias, ScaledDistanceBias):
-                length = tokens.stop - tokens.start
-                scale = bias.query_scale[row_slice] if len(bias.query_scale) > 1 else bias.query_scale
-                document_bias = replace(
-                    bias, distance_values=bias.distance_values[:length], query_scale=scale[:, tokens]
-                )
-            x = pos.k[position_row, tokens]
-            document_plan = replace(plan, positions=Positions(x, x, pos.step), bias=document_bias, last_query=None)
-            parts.append(sdpa(q[row_slice, :, tokens], k[row_slice, :, tokens], v[row_slice, :, tokens], document_plan))
+        row_q, row_k, row_v = (x[row : row + 1] for x in (q, k, v))  # (1, H, n, D)
+        parts = [_attend_to_document(row_q, row_k, row_v, plan, row, tokens) for tokens in documents]
         outputs.append(torch.cat(parts, dim=2))
     return torch.cat(outputs)
+
+
+def _attend_to_document(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, row: int, tokens: slice) -> Tensor:
+    """Return the output (1, H, tokens, D) of one document, from q, k and v (1, H, n, D) of its row."""
+    pos, bias = plan.positions, plan.bias
+    row_slice = slice(row, row + 1)
+    document_bias: Bias | None = bias
+    if isinstance(bias, ScaledDistanceBias):
+        length = tokens.stop - tokens.start
+        scale = bias.query_scale[row_slice] if len(bias.query_scale) > 1 else bias.query_scale  # (1, n)
+        document_bias = replace(bias, distance_values=bias.distance_values[:length], query_scale=scale[:, tokens])
+    x = pos.k[row_slice if len(pos.k) > 1 else slice(1), tokens]
+    document_plan = replace(plan, positions=Positions(x, x, pos.step), bias=document_bias, last_query=None)
+    return sdpa(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], document_plan)
 
 
 def _attend_single_query(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Attend with one query, the last token, as in decoding: its bias is one row, which layers share."""
     wide = torch.promote_types(q.dtype, torch.float32)
+    # CUDA requires the bias in q's dtype, and half precision would round it too coarsely
     if q.is_cuda and q.dtype != wide and plan.last_query_bias is not None:
         return _attend_in_blocks(q, k, v, plan, dropout)
     mask = None if plan.last_query_bias is None else plan.last_query_bias.to(wide)
@@ -193,13 +209,12 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, keep: Te
     """Attend with the queries of a block (B, H, R, D) and all keys that they may see (B, H, K, D)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     needs_weights = keep is not None or plan.transform_scores is not None or plan.relative_values is not None
-    # CUDA requires the bias in q's dtype, and half precision cannot hold it
+    # CUDA requires the bias in q's dtype, and half precision would round it too coarsely
     if needs_weights or (q.is_cuda and q.dtype != wide):
         return weighted_sum(attention_weights(q, k, plan, materialize_fast), v, keep, plan, sum_relative_values_fast)
     mask = plan.visibility(q.shape[2], k.shape[2], q.device)  # (B or 1, 1, R, K)
-    empty = ~mask.any(
-        dim=-1, keepdim=True
-    )  # queries without a visible key: they attend to all, and their 0 is set last
+    # queries without a visible key attend to all keys, as a softmax of -inf is NaN; their output is set to 0 last
+    empty = ~mask.any(dim=-1, keepdim=True)  # (B or 1, 1, R, 1)
     bias = torch.zeros_like(mask) if plan.bias is None else materialize_fast(plan.bias, plan.positions)
     bias = bias.to(wide).masked_fill(~(mask | empty), float("-inf"))  # (B or 1, H or 1, R, K)
     return fused_attention(q, k, v, bias).masked_fill(empty, 0.0)

@@ -132,7 +132,7 @@ class BlockAttention(torch.autograd.Function):
         bias = bias_class(q.shape[2], q, *tensors)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))  # (B, H, n)
-        if _is_short(q) and dropout == 0:
+        if _is_short(q) and dropout == 0:  # one call with a dense bias
             out, lse = flash_attention(q, k, v, 0.0, False, attn_mask=bias.full_bias()[None])
         elif q.device.type == "cpu" and dropout == 0:
             for group in _kernel_groups(q, bias):
@@ -198,10 +198,10 @@ def _kernel_groups(q: Tensor, bias: ToeplitzBlocks) -> Iterator[_KernelGroup]:
     more call for the keys before them, which comes first; the calls of the blocks then have the other keys alone.
     """
     batch, heads, n, _ = q.shape
-    # heads that keep all threads busy; more of them would only make the results of a call larger
+    # two (row, head) pairs for each thread keep all threads busy; more would only make the results of a call larger
     busy_heads = -(-2 * torch.get_num_threads() // batch)
-    # a computed bias is stored, and smaller blocks of it stay in the cache; the results of two calls cannot be merged
-    # if the scores of one of them may all be -inf
+    # A computed bias is not split, since smaller blocks of it stay in the cache. The results of two calls cannot be
+    # merged if all scores of one call may be -inf.
     splits_keys = n > FAR_ROWS and not bias.is_computed and not bias.may_mask_past
     for rows in _chunks(n, FORWARD_ROWS if bias.is_computed else FAR_ROWS):
         first_key = rows.start if splits_keys else 0
@@ -338,7 +338,7 @@ class _EagerBackward:
         """Write dq of a block of queries, and add what the block contributes to dk, dv and the bias."""
         q, _, _, out, lse = self.tensors
         batch, heads = q.shape[:2]
-        keep = _reverse_rows(_keep_mask(self.seed, rows.start, rows.stop, q, self.dropout))
+        keep = _reverse_rows(_keep_mask(self.seed, rows.start, rows.stop, q, self.dropout))  # (B, H, R, M)
         # (B, H, R, D) and lse (B, H, R), the last query first
         block_grad, block_q, block_out, block_lse = (
             x[:, :, rows].flip(2).to(lse.dtype) for x in (self.grad, q, out, lse)
@@ -370,10 +370,8 @@ class _EagerBackward:
         keys = mask.shape[2]
         key_idx = (*group, slice(keys))
         _, k, v, _, lse = self.tensors
-        # (b·h, R or M, D)
-        grads, queries, key_rows, values = (
-            _merge_heads(x.to(lse.dtype)) for x in (block.grad[group], block.q[group], k[key_idx], v[key_idx])
-        )
+        grads, queries = (_merge_heads(x[group].to(lse.dtype)) for x in (block.grad, block.q))  # (b·h, R, D)
+        key_rows, values = (_merge_heads(x[key_idx].to(lse.dtype)) for x in (k, v))  # (b·h, M, D)
         # (b, h, R, M) twice, (b, h, M, D)
         weights, ds, key_grad = self.scratch.views(block.lse[group].shape, keys)
         # P = exp(scores + bias - lse), in base 2
@@ -383,8 +381,9 @@ class _EagerBackward:
         keep = None if block.keep is None else _merge_heads(block.keep[group])
         flat_ds = _merge_heads(ds)
         _write_score_gradients(flat_ds, p, grads, values, _merge_heads(block.minus_delta[group]), keep, self.is_rounded)
-        for grad_sum, by_pair, x in ((self.dv, p, grads), (self.dk, flat_ds, queries)):
-            torch.bmm(by_pair.mT, x, out=_merge_heads(key_grad))
+        # dV += Pᵀ·dO and dK += dSᵀ·Q; the queries have the factor 1/sqrt(D)
+        for grad_sum, pair_weights, x in ((self.dv, p, grads), (self.dk, flat_ds, queries)):
+            torch.bmm(pair_weights.mT, x, out=_merge_heads(key_grad))
             grad_sum[key_idx] += key_grad
         torch.bmm(flat_ds, key_rows, out=_merge_heads(block.dq[group]))
         return ds

@@ -11,8 +11,8 @@ from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.tensors import FLOAT_DTYPES, check_tensor
 from fairseq_rpe.encodings import Encoding
 
-EXACT = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # each holds every whole number up to here
-MAX_DISTANCES = 1 << 24  # columns of a table of the distances between tokens at positions with gaps
+LARGEST_EXACT = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # the dtype represents all whole numbers up to here
+MAX_DISTANCES = 1 << 24  # largest distance, in a table of all distances between tokens at positions with gaps
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> None:
@@ -102,51 +102,64 @@ def validate_positions(positions: Tensor | Positions, encoding: Encoding, q: Ten
     Raises:
         UserError: the positions do not fit the tokens, or the encoding cannot use them.
     """
-    batch, n = q.shape[0], q.shape[2]
     name = type(encoding).__name__
     if encoding.is_content_dependent and encoding.position_type == "none":
         raise UserError(f"{name} reads no positions: leave them out")
-    wide = torch.promote_types(q.dtype, torch.float32)
     if isinstance(positions, Positions):
-        if positions.tokens is not None and len(positions.tokens) not in (1, batch):
-            raise UserError(
-                f"tokens of {len(positions.tokens)} rows, where attention has {batch}: give those of these rows"
-            )
-        if positions.k.shape not in ((1, m), (batch, m)) or positions.q.shape != (len(positions.k), n):
-            raise UserError(
-                f"positions of {tuple(positions.q.shape)} queries and {tuple(positions.k.shape)} keys, where attention "
-                f"has {(batch, n)} and {(batch, m)}: give those of these tokens"
-            )
-        for x in (positions.q, positions.k, *(() if positions.tokens is None else (positions.tokens,))):
-            if x.device != q.device:
-                raise UserError(f"positions are on {x.device} and q on {q.device}: give them on one device")
-        checked = _check_values(positions, wide)
-        if (
-            encoding.position_type == "whole"
-            and positions.step is None
-            and not bool((positions.k == positions.k.round()).all())
-        ):
-            raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
-        return checked
+        checked = _check_positions(positions, q, m)
+    else:
+        checked = _positions_from_tensor(positions, q, m)
+    if encoding.position_type == "whole" and checked.step is None and not _are_whole(checked.k):
+        raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
+    return checked
+
+
+def _are_whole(positions: Tensor) -> bool:
+    return bool((positions == positions.round()).all())
+
+
+def _check_positions(positions: Positions, q: Tensor, m: int) -> Positions:
+    """Return a caller's ``Positions`` in float64 if q is; raise UserError unless they fit q and the m keys."""
+    batch, n = q.shape[0], q.shape[2]
+    if positions.tokens is not None and len(positions.tokens) not in (1, batch):
+        raise UserError(
+            f"tokens of {len(positions.tokens)} rows, where attention has {batch}: give those of these rows"
+        )
+    if positions.k.shape not in ((1, m), (batch, m)) or positions.q.shape != (len(positions.k), n):
+        raise UserError(
+            f"positions of {tuple(positions.q.shape)} queries and {tuple(positions.k.shape)} keys, where attention "
+            f"has {(batch, n)} and {(batch, m)}: give those of these tokens"
+        )
+    for x in (positions.q, positions.k, *(() if positions.tokens is None else (positions.tokens,))):
+        if x.device != q.device:
+            raise UserError(f"positions are on {x.device} and q on {q.device}: give them on one device")
+    return _check_values(positions, torch.promote_types(q.dtype, torch.float32))
+
+
+def _positions_from_tensor(positions: Tensor, q: Tensor, m: int) -> Positions:
+    """Return the ``Positions`` of a caller's tensor (m,) or (B, m), with the spacing that its values have.
+
+    Raises:
+        UserError: the tensor does not fit q and the m keys, or its values are no positions.
+    """
     check_tensor("positions", positions)
+    batch, n = q.shape[0], q.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
     if positions.shape not in ((m,), (1, m), (batch, m)):
         raise UserError(f"positions are of shape {(m,)} or {(batch, m)}, not {tuple(positions.shape)}")
-    rounded = positions.is_floating_point() and positions.dtype not in EXACT
-    if rounded or positions.dtype == torch.bool or positions.is_complex():
+    is_rounded = positions.is_floating_point() and positions.dtype not in LARGEST_EXACT
+    if is_rounded or positions.dtype == torch.bool or positions.is_complex():
         raise UserError(f"positions in {positions.dtype} lose digits: use torch.int64 or torch.float32")
-    k = positions.to(q.device).reshape(-1, m)
+    k = positions.to(q.device).reshape(-1, m)  # (B or 1, m)
     if not bool(torch.isfinite(k).all() & (k >= 0).all() & (k.diff(dim=1) >= 0).all()):
         raise UserError("positions are 0 or more and never fall along a row: sort the tokens by them")
-    kind = torch.promote_types(k.dtype, wide) if k.is_floating_point() else wide
     _check_largest(k, k.dtype if k.is_floating_point() else wide)
-    k = k.to(kind)
-    whole = bool((k == k.round()).all())
-    if encoding.position_type == "whole" and not whole:
-        raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
-    even = whole and bool((k.diff(dim=1) == 1).all())
+    k = k.to(torch.promote_types(k.dtype, wide) if k.is_floating_point() else wide)
+    is_whole = _are_whole(k)
+    is_even = is_whole and bool((k.diff(dim=1) == 1).all())
     # a table of all distances between tokens that are far apart would not fit into memory
-    step = 1.0 if whole and (even or float(k.max() - k.min()) <= MAX_DISTANCES) else None
-    return Positions(k[:, m - n :], k, step, contiguous=even)
+    step = 1.0 if is_whole and (is_even or float(k.max() - k.min()) <= MAX_DISTANCES) else None
+    return Positions(k[:, m - n :], k, step, contiguous=is_even)
 
 
 def check_documents(
@@ -178,10 +191,14 @@ def check_documents(
 
 
 def _check_values(positions: Positions, wide: torch.dtype) -> Positions:
-    """Return the positions in ``wide`` or better, with their values checked once: the result is stored with them."""
+    """Return the positions in ``wide`` or better, and check their values once.
+
+    The first call stores an empty dict as the attribute ``_checked``. Later calls skip the checks, and find in it the
+    positions that were converted to each dtype.
+    """
     by_dtype: dict[torch.dtype, Positions] | None = positions.__dict__.get("_checked")
     if by_dtype is None and (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
-        by_dtype = {}  # where values cannot be read
+        by_dtype = {}  # values cannot be read here, so they are not checked
     elif by_dtype is None:
         for x in (positions.q, positions.k):
             if not bool((torch.isfinite(x) & (x >= 0)).all()):
@@ -199,10 +216,10 @@ def _check_values(positions: Positions, wide: torch.dtype) -> Positions:
 
 def _check_largest(k: Tensor, dtype: torch.dtype) -> None:
     largest = float(k.max())
-    if largest > EXACT[dtype]:
+    if largest > LARGEST_EXACT[dtype]:
         kind = str(dtype).removeprefix("torch.")
         remedy = "use torch.float64" if dtype == torch.float32 else "use smaller ones"
-        raise UserError(f"position {largest:.17g} is beyond {EXACT[dtype]}, what {kind} can count: {remedy}")
+        raise UserError(f"position {largest:.17g} is beyond {LARGEST_EXACT[dtype]}, what {kind} can count: {remedy}")
 
 
 def check_token_features(encoding: Encoding, features: Tensor | None, q: Tensor, m: int) -> None:

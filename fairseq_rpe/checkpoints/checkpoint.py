@@ -37,7 +37,7 @@ _RANGES = {
     "output_dictionary_size": (-1, _MAX_LENGTH),
     "rpe_log_encodings_every": (0, _MAX_LENGTH),
 }
-# setting -> the tensor that has it as a dimension, and the axis
+# setting -> name of the tensors ({}: each layer) that have it as a dimension, and the axis
 _SHAPES = {
     "decoder_embed_dim": ("decoder.layers.{}.self_attn.q_proj.weight", 0),
     "decoder_ffn_embed_dim": ("decoder.layers.{}.fc1.weight", 0),
@@ -45,6 +45,7 @@ _SHAPES = {
     "decoder_output_dim": ("decoder.output_projection.weight", 1),
 }
 _MAX_SINUSOIDS = 2**28  # elements of the table that a fairseq model computes for max_target_positions
+_MAX_TEXT, _MAX_NAME = 60, 100  # characters of a value, and of the name of a weight, in a message
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,14 @@ def check_model_size(checkpoint: Checkpoint) -> None:
     Raises:
         UserError: The settings contradict the weights, so building the model would exhaust time or memory in vain.
     """
-    model, total = checkpoint.model, sum(t.numel() for t in checkpoint.weights.values())
-    layers, width, inner = (_number(model.get(f"decoder_{k}")) for k in ("layers", "embed_dim", "ffn_embed_dim"))
-    # fewer than the weights of a decoder with these settings, which are about 4·width² + 2·width·inner per layer
-    if layers * width * (width + inner) > total:
+    model, num_weights = checkpoint.model, sum(tensor.numel() for tensor in checkpoint.weights.values())
+    layers = _number(model.get("decoder_layers"))
+    width, inner = _number(model.get("decoder_embed_dim")), _number(model.get("decoder_ffn_embed_dim"))
+    # a lower bound: a decoder with these settings has about 4·width² + 2·width·inner weights per layer
+    if layers * width * (width + inner) > num_weights:
         raise UserError(
             f"checkpoint {checkpoint.path} is refused: its settings say {layers} layers of width {width} and {inner}, "
-            f"its weights are {total} numbers"
+            f"its weights are {num_weights} numbers"
         )
     for key, value in model.items():
         if key.endswith("layers") and _number(value) > len(checkpoint.weights):
@@ -165,10 +167,13 @@ def _number(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
+def _shorten(text: str, max_length: int = _MAX_TEXT) -> str:
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
+
+
 def _unexpected(path: Path, name: str, expected: str, value: object) -> UserError:
     """Return the error for a value of another type or range than ``expected``."""
-    text = repr(value) if isinstance(value, (str, float, bool, int)) else f"a {type(value).__name__}"
-    text = text if len(text) <= 60 else text[:57] + "..."
+    text = _shorten(repr(value)) if isinstance(value, (str, float, bool, int)) else f"a {type(value).__name__}"
     return UserError(f"checkpoint {path} is refused: its {name} is {text}, not {expected}; train again")
 
 
@@ -179,7 +184,9 @@ def _contradiction(path: Path, key: str, value: object, actual: str) -> UserErro
 
 def _read_settings(path: Path, state: object) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the validated settings of the model and of the task."""
-    settings = {k: state[k] for k in ("cfg", "args") if state.get(k) is not None} if isinstance(state, dict) else {}
+    settings: dict[str, Any] = {}
+    if isinstance(state, dict):
+        settings = {key: state[key] for key in ("cfg", "args") if state.get(key) is not None}
     if not settings:
         missing = "settings" if isinstance(state, dict) and "model" in state else "model"
         raise UserError(f"{path} is not a fairseq checkpoint: it holds no {missing}; train again or name another file")
@@ -203,14 +210,13 @@ def _check_history(path: Path, history: object) -> tuple[Mapping[str, object], .
 
 def _check_plain(path: Path, where: str, value: object) -> None:
     """Check that settings are plain values; OmegaConf would resolve ``${…}`` from the environment."""
-    for count, (name, item, depth) in enumerate(_values(where, value, 0)):
+    for count, (name, item, depth) in enumerate(_nested_values(where, value)):
         if count > _MAX_VALUES or depth > _MAX_DEPTH:
             raise UserError(f"checkpoint {path} is refused: more settings, or deeper ones, than any training has")
         if isinstance(item, str) and "${" in item:
-            text = item if len(item) <= 60 else item[:57] + "..."
             raise UserError(
-                f"checkpoint {path} is refused: its {name} is {text!r}, to be filled in from outside of it; settings "
-                "of a checkpoint are plain values"
+                f"checkpoint {path} is refused: its {name} is {_shorten(item)!r}, to be filled in from outside of it; "
+                "settings of a checkpoint are plain values"
             )
         if isinstance(item, int) and abs(item) >= 2**63:
             raise UserError(f"checkpoint {path} is refused: its {name} is a number of more than 63 bits")
@@ -218,9 +224,19 @@ def _check_plain(path: Path, where: str, value: object) -> None:
             raise _unexpected(path, name, "a plain value", item)
 
 
-def _values(name: str, value: object, depth: int) -> Iterator[tuple[str, object, int]]:
-    """Everything in nested settings, names included; lazily, because a few bytes can describe endless nesting."""
-    todo = [(name, value, depth)]
+def _nested_values(name: str, value: object) -> Iterator[tuple[str, object, int]]:
+    """Walk through nested settings.
+
+    It is a generator, because a few bytes can describe endless nesting, and the caller stops early.
+
+    Args:
+        name: Name of the settings.
+        value: The settings.
+
+    Yields:
+        The name of an item for messages, the item, and its depth; names of settings are items, too.
+    """
+    todo = [(name, value, 0)]
     while todo:
         name, value, depth = todo.pop()
         yield name, value, depth
@@ -230,7 +246,8 @@ def _values(name: str, value: object, depth: int) -> Iterator[tuple[str, object,
         if isinstance(table, dict):
             for key, item in table.items():
                 yield name, key, depth
-                todo.append((f"{name}.{key}" if isinstance(key, str) and len(key) < 60 else name, item, depth + 1))
+                item_name = f"{name}.{key}" if isinstance(key, str) and len(key) < _MAX_TEXT else name
+                todo.append((item_name, item, depth + 1))
         elif isinstance(table, (list, tuple)):
             todo += [(name, item, depth + 1) for item in table]
 
@@ -244,7 +261,10 @@ def _table(path: Path, name: str, value: object) -> dict[str, Any]:
 
 
 def _tables(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the model and of the task; the parsed arguments of an old checkpoint are both and take precedence."""
+    """Return the settings of the model and of the task.
+
+    In an old checkpoint the parsed arguments ``args`` are both, and take precedence over ``cfg``.
+    """
     cfg = _table(path, "cfg", settings.get("cfg"))
     model, task = (_table(path, f"cfg.{name}", cfg.get(name)) for name in ("model", "task"))
     if "args" not in settings:
@@ -256,7 +276,8 @@ def _tables(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[
 
 def _check_numbers(path: Path, where: str, table: Mapping[str, object]) -> None:
     """Check the settings in ``_RANGES``."""
-    is_transformer = "decoder_ffn_embed_dim" in table or "rpe" in table  # a name may mean something else in others
+    # in other models the same name may mean something else
+    is_transformer = "decoder_ffn_embed_dim" in table or "rpe" in table
     for key, (minimum, maximum) in _RANGES.items():
         value = table.get(key)
         if value is None or (key.startswith("decoder_") and not is_transformer):
@@ -266,12 +287,12 @@ def _check_numbers(path: Path, where: str, table: Mapping[str, object]) -> None:
 
 
 def _check_weights(path: Path, weights: object) -> Mapping[str, Tensor]:
-    """``weights``, checked to be floating-point tensors by name that are no larger than the file."""
+    """Return ``weights``, checked to be tensors by name that together are no larger than the file."""
     if not isinstance(weights, dict) or not all(isinstance(key, str) for key in weights):
         raise _unexpected(path, "model", "a table of weights by name", weights)
     size = 0
     for name, weight in weights.items():
-        _check_weight(path, name if len(name) <= 100 else name[:97] + "...", weight)
+        _check_weight(path, _shorten(name, _MAX_NAME), weight)
         size += weight.numel() * weight.element_size()
     if size > _MAX_TIED * path.stat().st_size:
         raise UserError(f"checkpoint {path} is refused: its weights are larger than the file")
@@ -301,7 +322,8 @@ def _check_storages(path: Path, state: object, part_sizes: Counter[int]) -> None
     Raises:
         UserError: The storages have other sizes than the parts.
     """
-    todo, seen, stored = [state], set[int](), dict[int, int]()
+    todo, seen = [state], set[int]()
+    stored = dict[int, int]()  # address of each storage -> its size; tied tensors share a storage
     while todo:
         item = todo.pop()
         if isinstance(item, Tensor) and item.layout == torch.strided and item.device.type == "cpu":
@@ -309,12 +331,13 @@ def _check_storages(path: Path, state: object, part_sizes: Counter[int]) -> None
         elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
             seen.add(id(item))
             todo += item.values() if isinstance(item, dict) else item
-    if part_sizes and Counter(filter(None, stored.values())) - part_sizes:
+    sizes = Counter(filter(None, stored.values()))  # empty tensors have no part
+    if part_sizes and sizes - part_sizes:  # Counter subtraction keeps the sizes of which there are more
         raise damaged_error(path, "weights of other sizes than its parts have")
 
 
 def _check_layers(path: Path, model: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
-    """Check that settings and weights agree about the number of layers and the widths."""
+    """Check that settings and weights agree on the number of layers and the widths."""
     if "decoder_ffn_embed_dim" not in model:
         return
     layers_with_weights = {int(match[1]) for name in weights if len(name) < 200 and (match := _LAYER.match(name))}
@@ -322,18 +345,21 @@ def _check_layers(path: Path, model: Mapping[str, object], weights: Mapping[str,
     if layers_with_weights and layers is not None and layers_with_weights != set(range(_number(layers))):
         actual = f"{len(layers_with_weights)} layers, the last of number {max(layers_with_weights)}"
         raise _contradiction(path, "decoder_layers", layers, actual)
-    for key, (name, axis) in _SHAPES.items():
+    for key, (name_pattern, axis) in _SHAPES.items():
         width = model.get(key)
-        for layer in sorted(layers_with_weights) if "{}" in name else (0,):
-            weight = weights.get(name.format(layer))
-            if weight is not None and width is not None and (weight.dim() != 2 or weight.shape[axis] != width):
-                raise _contradiction(path, key, width, f"{name.format(layer)} of {tuple(weight.shape)}")
+        if width is None:
+            continue
+        is_per_layer = "{}" in name_pattern
+        for name in map(name_pattern.format, sorted(layers_with_weights) if is_per_layer else (0,)):
+            weight = weights.get(name)
+            if weight is not None and (weight.dim() != 2 or weight.shape[axis] != width):
+                raise _contradiction(path, key, width, f"{name} of {tuple(weight.shape)}")
 
 
 def _encoding_weights(
     path: Path, model: Mapping[str, object], weights: Mapping[str, Tensor]
 ) -> tuple[Mapping[str, Tensor], ...]:
-    """Weights of each encoding by name: one encoding per model, or one per layer."""
+    """Return the weights of each encoding by name: one encoding per model, or one per layer."""
     encodings: dict[str, dict[str, Tensor]] = {}
     for key, value in weights.items():
         if key.startswith(_ENCODING):

@@ -50,12 +50,12 @@ class _Fault(ValueError):
 
 @functools.lru_cache(maxsize=64)
 def _check_contents(path: Path, size: int, *_version: int) -> None:
-    """Verify a file of ``size`` bytes; the cache skips a file that was verified in the same version.
+    """Verify a file of ``size`` bytes. The cache skips a file that has not changed since it was verified.
 
     Args:
         path: The file.
         size: Its size in bytes.
-        _version: Device, inode and time of the last change, part of the key of the cache.
+        _version: Device, inode and time of the last change, which are only part of the key of the cache.
 
     Raises:
         _Fault: The file is damaged or not of torch's; ``zipfile`` raises further errors.

@@ -32,13 +32,21 @@ def resume_same_batches(original: Any, self: Any, dataset: Any, *args: Any, epoc
     fairseq keeps the batches of epoch 1 for the whole run, but a resumed run made others from another seed: it saw some
     blocks of that epoch twice and others never, so that its result differed from an uninterrupted run.
     """
-    reuses = not any(kwargs.get(flag) for flag in ("disable_iterator_cache", "update_epoch_batch_itr"))
-    reuses = reuses and not getattr(self.cfg, "rebuild_batches", False)
-    # has_sharded_data fails for tasks without a data folder
-    reuses = reuses and not (getattr(self.cfg, "data", None) and self.has_sharded_data("train"))
-    if not reuses or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
+    if not _keeps_batches(self, dataset, kwargs) or dataset in self.dataset_to_epoch_iter:
         return original(self, dataset, *args, epoch=epoch, **kwargs)
     iterator = original(self, dataset, *args, epoch=1, **kwargs)
     iterator.epoch = max(epoch, 1)
     dataset.set_epoch(epoch)
     return iterator
+
+
+def _keeps_batches(task: Any, dataset: Any, options: dict[str, Any]) -> bool:
+    """Return whether fairseq keeps the batches of the first epoch; ``options`` are those of get_batch_iterator."""
+    if any(options.get(flag) for flag in ("disable_iterator_cache", "update_epoch_batch_itr")):
+        return False
+    if getattr(task.cfg, "rebuild_batches", False):
+        return False
+    # has_sharded_data fails for tasks without a data folder
+    if getattr(task.cfg, "data", None) and task.has_sharded_data("train"):
+        return False
+    return bool(task.can_reuse_epoch_itr(dataset))

@@ -14,6 +14,20 @@ from fairseq_rpe.encodings import load_module
 overrides: dict[str, str] = {}  # settings of checkpoints that the flags of the current command replace
 
 
+def is_replaced(settings: Any, key: str, value: object) -> bool:
+    """Return whether a setting of a loaded model has the value that replaces the checkpoint's.
+
+    The spec of an encoding may be another one, because loading completes it with the checkpoint's rotation.
+
+    Args:
+        settings: configuration of the loaded model.
+        key: name of the setting.
+        value: the value that replaces the checkpoint's.
+    """
+    current = getattr(settings, key, None)
+    return current is not None if key == "rpe" else current == value
+
+
 @patch(options, "parse_args_and_arch")
 def check_flags_and_fix_bf16(
     original: Any, parser: Any, input_args: list[str] | None = None, *args: Any, **kwargs: Any
@@ -45,13 +59,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 class _OverrideAction(argparse.Action):
-    """Stores a setting in :data:`overrides`, or loads a module of encodings."""
+    """Stores a setting in :data:`overrides` under the name ``const``; without a name, loads a module of encodings."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
-        if self.const:
-            overrides[self.const] = value
-        else:
+        setting = self.const
+        if setting is None:
             load_module(value)
+        else:
+            overrides[setting] = value
         setattr(namespace, self.dest, value)
 
 
@@ -63,11 +78,11 @@ def add_flags_to_every_command(original: Any, parser: Any, dataclass_instance: A
     """
     if isinstance(dataclass_instance, CommonConfig):
         overrides.clear()
-        for flag, metavar, const, text in (
+        for flag, metavar, setting, text in (
             ("--rpe-module", "FILE", None, "Python file that registers your encodings"),
             ("--rpe-eval", "SPEC", "rpe", "evaluate with this encoding instead of the checkpoint's"),
             ("--positions-eval", "SPEC", "positions_eval", "position transform in evaluation"),
             ("--compute-dtype", "NAME", "compute_dtype", "dtype of matrix products: fp32 or bf16"),
         ):
-            parser.add_argument(flag, metavar=metavar, action=_OverrideAction, const=const, default=None, help=text)
+            parser.add_argument(flag, metavar=metavar, action=_OverrideAction, const=setting, default=None, help=text)
     return original(parser, dataclass_instance, *args, **kwargs)

@@ -18,7 +18,7 @@ _SPEECH = "fairseq.tasks.text_to_speech"
 
 
 class _LazyModule(ModuleType):
-    """Stands for a module of functions and imports it when one of them is called."""
+    """Replaces a module of functions, and imports the real module when a function is called."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -38,7 +38,8 @@ def _import_fairseq() -> None:
         if parent in lazy_modules:
             setattr(lazy_modules[parent], child, module)
         elif not parent:
-            module.__spec__ = PathFinder.find_spec(name)  # read by others to find out whether it is installed
+            # Other packages read it to find out whether the module is installed.
+            module.__spec__ = PathFinder.find_spec(name)
     sys.modules.update(lazy_modules)
     advice = logging.getLogger(_SPEECH)
     advice.addFilter(_no_advice)
@@ -51,21 +52,24 @@ def _import_fairseq() -> None:
 
 
 class _LazyCompiler(ModuleType):
-    """Stands for ``torch._dynamo``, which optimizers and custom operators call to exclude their functions.
+    """Replaces ``torch._dynamo``, which optimizers and custom operators call to exclude their functions.
 
-    Without it every training would load the compiler for these calls. Any other attribute loads the real compiler.
+    Without the replacement every training would load the compiler for these calls. Any other attribute loads the real
+    compiler.
     """
 
-    def disable(self, function: Callable[..., Any] | None = None, *how: Any, **named: Any) -> Any:
-        if function is not None and named == {"wrapping": False}:  # as torch itself calls it
+    def disable(self, function: Callable[..., Any] | None = None, *args: Any, **options: Any) -> Any:
+        """Return the function as it is; arguments that torch itself does not use are for the real compiler."""
+        if function is not None and options == {"wrapping": False}:
             return function
-        return self.__getattr__("disable")(function, *how, **named)
+        return self.__getattr__("disable")(function, *args, **options)
 
     def __getattr__(self, name: str) -> Any:
+        # Python reads __path__ to import a submodule, which needs the real package.
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         if sys.modules.get(_COMPILER) is self:
-            del sys.modules[_COMPILER]
+            del sys.modules[_COMPILER]  # so that import_module loads the real compiler
         return getattr(import_module(_COMPILER), name)
 
 

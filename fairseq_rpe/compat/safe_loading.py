@@ -12,7 +12,7 @@ from fairseq.models import BaseFairseqModel
 
 from fairseq_rpe.checkpoints import checkpoint, checkpoint_file
 from fairseq_rpe.checkpoints.checkpoint import Checkpoint, dtype_mismatch
-from fairseq_rpe.compat.flags import overrides
+from fairseq_rpe.compat.flags import is_replaced, overrides
 from fairseq_rpe.compat.monkeypatch import patch
 from fairseq_rpe.compat.safe_literals import evaluate_literal, replace_eval
 from fairseq_rpe.core.errors import UserError
@@ -89,7 +89,6 @@ def apply_flag_overrides(
             checkpoint_file.check_file(Path(path))
     models, cfg, task = original(filenames, {**(arg_overrides or {}), **overrides}, *args, **kwargs)
     for key, value in overrides.items():
-        # an encoding was completed with the checkpoint's rotation, so its spec differs
-        if getattr(cfg.model, key, None) != value and (key != "rpe" or getattr(cfg.model, key, None) is None):
+        if not is_replaced(cfg.model, key, value):
             raise UserError(f"{filenames[0]} has no setting '{key}' to replace: it is not a transformer_rpe_lm")
     return models, cfg, task

@@ -61,6 +61,7 @@ __all__ = [
     "option",
     "parse",
 ]
+# module -> public names; all others are in `bias`
 _MODULES = {
     "errors": ("UserError",),
     "log_bias": ("LogBias", "exact_fraction"),

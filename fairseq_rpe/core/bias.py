@@ -1,7 +1,8 @@
 """Types of attention bias: terms that an encoding adds to the scores.
 
 Conventions: i is the query position, j the key position, and ``d = i - j >= 0`` is the past. A bias is in nats and is
-added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but meaningless: backends mask them.
+added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but meaningless: backends mask them. c(i, j) is the
+column of a table by distance; :class:`DistanceTable` defines it.
 """
 
 import functools
@@ -17,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from fairseq_rpe.core.positions import Positions
 
 _ALL = slice(None)
-_MAX_PRODUCTS = 1 << 22  # elementwise products of query, key and vector in memory at a time
+_MAX_PRODUCTS = 1 << 22  # elementwise products of query, key and vector that are in memory at a time
 
 
 class BiasTerm:
     """Base class of the bias types."""
 
-    # (name, kind) of each field with a tensor, with the kinds of `tree_flatten`; None: a function or a dense bias
-    _tensors: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    # name of each field with a tensor -> its kind, see `tree_flatten`; None: a function or a dense bias
+    _tensor_kinds: ClassVar[dict[str, str] | None] = None
 
     def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
         """Return the dense bias of a block of queries and keys.
@@ -49,11 +50,13 @@ class BiasTerm:
         Returns:
             A bias of the same type; tables by distance stay whole.
         """
-        sliced = {"rows": queries, "keys": slice(num_keys)}
-        tensors = {
-            name: getattr(self, name)[:, :, sliced[kind]] for name, kind in self._tensors or () if kind in sliced
+        slice_of_kind = {"rows": queries, "keys": slice(num_keys)}
+        sliced = {
+            name: getattr(self, name)[:, :, slice_of_kind[kind]]
+            for name, kind in (self._tensor_kinds or {}).items()
+            if kind in slice_of_kind
         }
-        return replace(self, **tensors) if tensors else self  # type: ignore[type-var]
+        return replace(self, **sliced) if sliced else self  # type: ignore[type-var]
 
     def tree_flatten(self) -> list[tuple[Tensor, str]] | None:
         """Return the tensors of the bias, each with its kind, or None for functions and dense biases.
@@ -61,33 +64,49 @@ class BiasTerm:
         The kinds are "rows" for one entry per query, (B, H, n, …), "keys" for one per key, (B, H, m, …), and "table"
         for neither, (H or 1, …).
         """
-        return None if self._tensors is None else [(getattr(self, name), kind) for name, kind in self._tensors]
+        if self._tensor_kinds is None:
+            return None
+        return [(getattr(self, name), kind) for name, kind in self._tensor_kinds.items()]
 
     def tree_unflatten(self, tensors: Iterator[Tensor]) -> Self:
         """Return the same bias with other tensors, in the order of :meth:`tree_flatten`."""
-        replaced = {name: next(tensors) for name, _ in self._tensors or ()}
+        replaced = {name: next(tensors) for name in self._tensor_kinds or ()}
         return replace(self, **replaced) if replaced else self  # type: ignore[type-var]
 
 
-@dataclass(frozen=True)
-class ToeplitzBias(BiasTerm):
-    """``bias[h, i, j] = table[h, (q_i - k_j) / step + origin]``, clamped to the ends of the table. O(R) memory.
+@dataclass(frozen=True, kw_only=True)
+class DistanceTable:
+    """Base class of types with a table by distance, whose R columns are evenly spaced distances.
+
+    Query i and key j have column c(i, j) = (q_i - k_j) / step + origin, rounded and clamped to the ends of the table.
 
     Attributes:
-        table: (H, R) float, with the gradient to the encoding's parameters.
         origin: Column of distance 0.
         step: Distance between neighbouring columns.
     """
 
-    _tensors: ClassVar = (("table", "table"),)
-    table: Tensor
+    _table_field: ClassVar[str] = "vectors"
     origin: int = 0
     step: float = 1.0
 
     @property
     def num_columns(self) -> int:
         """Number of columns R of the table."""
-        return self.table.shape[1]
+        table: Tensor = getattr(self, self._table_field)  # (H, R) or (H or 1, R, E)
+        return table.shape[1]
+
+
+@dataclass(frozen=True)
+class ToeplitzBias(DistanceTable, BiasTerm):
+    """A number per head and distance: ``bias[h, i, j] = table[h, c(i, j)]``. O(R) memory.
+
+    Attributes:
+        table: (H, R) float, with the gradient to the encoding's parameters.
+    """
+
+    _tensor_kinds: ClassVar = {"table": "table"}
+    _table_field: ClassVar[str] = "table"
+    table: Tensor
 
     def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
         """Gather the table at the index distance of each pair."""
@@ -172,7 +191,7 @@ class ScaledDistanceBias(PairBias):
     def pieces_in_range(
         self, pos: Positions, padding: Tensor | None = None, last_query: Tensor | None = None
     ) -> PiecewiseLinear:
-        """Return the pieces of f from 0 to the largest x of a visible pair, at least to 1.
+        """Return the pieces of f on [0, x], where x is the largest argument of f for a visible pair, at least 1.
 
         Args:
             pos: Positions of the n queries and m keys.
@@ -180,23 +199,34 @@ class ScaledDistanceBias(PairBias):
             last_query: (B, m) index of the last query that sees each key.
 
         Returns:
-            f on the visible range.
+            The pieces of f.
         """
-        n, m = pos.q.shape[1], pos.k.shape[1]
         with torch.no_grad():
-            # (1, n) or (B, n): largest distance that each query sees
-            distance = torch.arange(m - n, m, device=self.distance_values.device)[None]
-            if padding is not None:
-                first = padding.long().argmin(dim=1, keepdim=True).masked_fill(padding.all(1, keepdim=True), m)
-                distance = distance - first
-            if last_query is not None:  # a document begins after the last query that sees the previous token
-                index = torch.arange(m, device=distance.device)
-                begins = F.pad(last_query[:, :-1] < index[1:], (1, 0), value=True)  # (B, m)
-                since_begin = index - torch.where(begins, index, 0).cummax(1).values  # (B, m)
-                distance = torch.minimum(distance, since_begin[:, m - n :])
+            n, m = pos.q.shape[1], pos.k.shape[1]
+            distance = _largest_visible_distance(n, m, padding, last_query, self.distance_values.device)
             x = self.distance_values[distance.clamp_min(0)] * self.query_scale  # (B or 1, n)
             largest = max(1.0, float(x.masked_fill(distance < 0, 0.0).max()))
         return self.make_pieces(largest)
+
+
+def _largest_visible_distance(
+    n: int, m: int, padding: Tensor | None, last_query: Tensor | None, device: torch.device
+) -> Tensor:
+    """Return the index distance (B or 1, n) from each query to the first key it sees; negative if it sees none.
+
+    The arguments are those of :meth:`ScaledDistanceBias.pieces_in_range`, for n queries and m keys.
+    """
+    distance = torch.arange(m - n, m, device=device)[None]  # (1, n), to key 0
+    if padding is not None:
+        # argmin returns the first False, which is the first real key
+        first_key = padding.long().argmin(dim=1, keepdim=True).masked_fill(padding.all(1, keepdim=True), m)
+        distance = distance - first_key
+    if last_query is not None:  # a document begins after the last query that sees the previous token
+        index = torch.arange(m, device=device)
+        begins = F.pad(last_query[:, :-1] < index[1:], (1, 0), value=True)  # (B, m)
+        since_begin = index - torch.where(begins, index, 0).cummax(1).values  # (B, m)
+        distance = torch.minimum(distance, since_begin[:, m - n :])
+    return distance
 
 
 @dataclass(frozen=True)
@@ -219,28 +249,19 @@ class DenseBias(BiasTerm):
 
 
 @dataclass(frozen=True)
-class QueryTableBias(BiasTerm):
+class QueryTableBias(DistanceTable, BiasTerm):
     """Products of queries with a table of vectors by distance: bias[b, h, i, j] = query[b, h, i] · vectors[h, c(i, j)].
 
-    c(i, j) = (q_i - k_j) / step + origin, clamped to the ends of the table. O(n·E + R·E) memory.
+    O(n·E + R·E) memory.
 
     Attributes:
         query: (B, H, n, E), already scaled, with the gradient to q.
         vectors: (H or 1, R, E).
-        origin: Column of distance 0.
-        step: Distance between neighbouring columns.
     """
 
-    _tensors: ClassVar = (("query", "rows"), ("vectors", "table"))
+    _tensor_kinds: ClassVar = {"query": "rows", "vectors": "table"}
     query: Tensor
     vectors: Tensor
-    origin: int = 0
-    step: float = 1.0
-
-    @property
-    def num_columns(self) -> int:
-        """Number of columns R of the table."""
-        return self.vectors.shape[1]
 
     def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
         """Multiply the queries by all vectors and gather the products by distance."""
@@ -250,28 +271,19 @@ class QueryTableBias(BiasTerm):
 
 
 @dataclass(frozen=True)
-class KeyTableBias(BiasTerm):
+class KeyTableBias(DistanceTable, BiasTerm):
     """Products of keys with a table of vectors by distance: bias[b, h, i, j] = key[b, h, j] · vectors[h, c(i, j)].
 
-    c(i, j) as in :class:`QueryTableBias`. O(m·E + R·E) memory.
+    O(m·E + R·E) memory.
 
     Attributes:
         key: (B, H, m, E), already scaled, with the gradient to k.
         vectors: (H or 1, R, E).
-        origin: Column of distance 0.
-        step: Distance between neighbouring columns.
     """
 
-    _tensors: ClassVar = (("key", "keys"), ("vectors", "table"))
+    _tensor_kinds: ClassVar = {"key": "keys", "vectors": "table"}
     key: Tensor
     vectors: Tensor
-    origin: int = 0
-    step: float = 1.0
-
-    @property
-    def num_columns(self) -> int:
-        """Number of columns R of the table."""
-        return self.vectors.shape[1]
 
     def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
         """Multiply the keys by all vectors and gather the products by distance."""
@@ -280,33 +292,25 @@ class KeyTableBias(BiasTerm):
 
 
 @dataclass(frozen=True)
-class QueryKeyTableBias(BiasTerm):
+class QueryKeyTableBias(DistanceTable, BiasTerm):
     """Products of query, key and a table of vectors by distance.
 
-    bias[b, h, i, j] = Σ_e query[b, h, i, e] · key[b, h, j, e] · vectors[h, c, e], where c = c(i, j) as in
-    :class:`QueryTableBias`. O(n·E + R·E) memory. Pairs nearer than the last column of the table take O(E) time each;
-    all others are one matrix product. A table of scalars, (H or 1, R, 1), multiplies the products of queries and keys,
-    which are one matrix product for all pairs.
+    bias[b, h, i, j] = Σ_e query[b, h, i, e] · key[b, h, j, e] · vectors[h, c(i, j), e].
+
+    O(n·E + R·E) memory. Pairs nearer than the last column of the table take O(E) time each; all others are one matrix
+    product. A table of scalars, (H or 1, R, 1), multiplies the products of queries and keys, which are one matrix
+    product for all pairs.
 
     Attributes:
         query: (B, H, n, E), already scaled, with the gradient to q.
         key: (B, H, m, E).
         vectors: (H or 1, R, E or 1).
-        origin: Column of distance 0.
-        step: Distance between neighbouring columns.
     """
 
-    _tensors: ClassVar = (("query", "rows"), ("key", "keys"), ("vectors", "table"))
+    _tensor_kinds: ClassVar = {"query": "rows", "key": "keys", "vectors": "table"}
     query: Tensor
     key: Tensor
     vectors: Tensor
-    origin: int = 0
-    step: float = 1.0
-
-    @property
-    def num_columns(self) -> int:
-        """Number of columns R of the table."""
-        return self.vectors.shape[1]
 
     def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
         """Multiply the queries, keys and vectors of the block."""
@@ -319,11 +323,12 @@ class TokenBias(BiasTerm):
     """A number per token: bias[b, h, i, j] = query[b, h, i] + key[b, h, j]. O(n) memory.
 
     Attributes:
-        query: (B, H, n); softmax ignores it, but it keeps the sum small where both are large.
-        key: (B, H, m). In float64 the sum is rounded once.
+        query: (B, H, n). Softmax does not depend on it, but where ``key`` is large, an opposite ``query`` keeps the sum
+            small and so precise.
+        key: (B, H, m). If both are float64, the sum is rounded only once, to the dtype of the scores.
     """
 
-    _tensors: ClassVar = (("query", "rows"), ("key", "keys"))
+    _tensor_kinds: ClassVar = {"query": "rows", "key": "keys"}
     query: Tensor
     key: Tensor
 
@@ -366,23 +371,14 @@ class SumBias(BiasTerm):
 
 
 @dataclass(frozen=True)
-class RelativeValues:
+class RelativeValues(DistanceTable):
     """Relative value vectors (Shaw et al. 2018): output[b, h, i] += Σ_j weight[b, h, i, j] · vectors[h, c(i, j)].
 
     Attributes:
         vectors: (H or 1, R, D).
-        origin: Column of distance 0, as in :class:`QueryTableBias`.
-        step: Distance between neighbouring columns.
     """
 
     vectors: Tensor
-    origin: int = 0
-    step: float = 1.0
-
-    @property
-    def num_columns(self) -> int:
-        """Number of columns R of the table."""
-        return self.vectors.shape[1]
 
 
 Bias = ToeplitzBias | PairBias | TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias | DenseBias
@@ -399,13 +395,11 @@ def add_biases(first: Bias | None, second: Bias | None) -> Bias | None:
     return SumBias((first, second))
 
 
-def table_index(
-    table: ToeplitzBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | RelativeValues, i: Tensor, j: Tensor
-) -> Tensor:
-    """Return the column of ``table`` of each pair of a query and a key.
+def table_index(table: DistanceTable, i: Tensor, j: Tensor) -> Tensor:
+    """Return the column c(i, j) of each pair of a query and a key.
 
     Args:
-        table: A table by distance.
+        table: A bias with a table by distance, or relative values.
         i: (B or 1, n) query positions.
         j: (B or 1, m) key positions.
 
@@ -417,13 +411,13 @@ def table_index(
 
 
 def _gather_dot(x: Tensor, vectors: Tensor, index: Tensor) -> Tensor:
-    """Dot products of x (B, H, n, E) with the vectors (H or 1, R, E) at index (B or 1, n, m): (B, H, n, m)."""
+    """Return the products (B, H, n, m) of x (B, H, n, E) with the vectors (H or 1, R, E) at index (B or 1, n, m)."""
     products = torch.matmul(x, vectors.to(x.dtype).mT)  # (B, H, n, R)
     return products.gather(3, index[:, None].expand(*products.shape[:2], -1, -1))
 
 
 def _triple_products(query: Tensor, key: Tensor, vectors: Tensor, index: Tensor) -> Tensor:
-    """Σ_e query[…, i, e] · key[…, j, e] · vectors[…, index(i, j), e] of all pairs.
+    """Return Σ_e query[…, i, e] · key[…, j, e] · vectors[…, index(i, j), e] for all pairs.
 
     Args:
         query: (B, H, n, E).
@@ -438,28 +432,35 @@ def _triple_products(query: Tensor, key: Tensor, vectors: Tensor, index: Tensor)
     if vectors.shape[2] == 1 < query.shape[3]:
         # (B, H, n, m) · (B or 1, H or 1, n, m)
         return torch.matmul(query, key.mT) * vectors[:, index, 0].transpose(0, 1)
-    last = vectors.shape[1] - 1
-    # All pairs as if they were in the last column, then corrections of those that are in nearer ones.
-    far = torch.matmul(query * vectors[:, -1:], key.mT)  # (B, H, n, m)
-    near = (index < last).any(dim=0)  # (n, m)
-    near_keys = near.any(dim=0).nonzero().flatten()
+    # all pairs as if they were in the last column, then corrections of those that are in nearer columns
+    last_column = vectors.shape[1] - 1
+    products = torch.matmul(query * vectors[:, -1:], key.mT)  # (B, H, n, m)
+    near_keys = (index < last_column).any(dim=0).any(dim=0).nonzero().flatten()  # keys of at least one nearer pair
     if not len(near_keys):
-        return far
+        return products
     first, stop = int(near_keys[0]), int(near_keys[-1]) + 1
-    # the difference from the last column, so that pairs beyond the table add nothing: (H or 1, R, E)
-    differences = vectors - vectors[:, -1:]
-    block_size = max(1, _MAX_PRODUCTS // (query.shape[0] * query.shape[1] * query.shape[3] * (stop - first)))
+    # differences from the last column: pairs in it get a correction of 0
+    differences = vectors - vectors[:, -1:]  # (H or 1, R, E)
+    corrections = _triple_products_by_block(query, key[:, :, first:stop], differences, index[:, :, first:stop])
+    return products + F.pad(corrections, (first, key.shape[2] - stop))
 
-    def block_products(queries: Tensor, keys: Tensor, table: Tensor, index: Tensor) -> Tensor:
-        # table[:, index]: (H or 1, B or 1, n', m', E) -> (B or 1, H or 1, n', m', E)
-        factors = table[:, index].transpose(0, 1)
-        # (B, H, n', m', E) · (B, H, 1, m', E), summed over E -> (B, H, n', m')
-        return torch.einsum("bhnme,bhme->bhnm", queries[:, :, :, None] * factors, keys)
 
+def _triple_products_by_block(query: Tensor, key: Tensor, vectors: Tensor, index: Tensor) -> Tensor:
+    """Return the triple products (B, H, n, m) of all pairs, computed elementwise for blocks of queries."""
+    products_per_query = query.shape[0] * query.shape[1] * query.shape[3] * key.shape[2]  # B·H·E·m
+    block_size = max(1, _MAX_PRODUCTS // products_per_query)
     blocks = []
     for start in range(0, query.shape[2], block_size):
         rows = slice(start, start + block_size)
-        arguments = query[:, :, rows], key[:, :, first:stop], differences, index[:, rows, first:stop]
+        arguments = query[:, :, rows], key, vectors, index[:, rows]
         # the products of one block fill the memory budget, so the backward pass recomputes them
-        blocks.append(checkpoint(block_products, *arguments, use_reentrant=False, preserve_rng_state=False))
-    return far + F.pad(torch.cat(blocks, dim=2), (first, key.shape[2] - stop))
+        blocks.append(checkpoint(_elementwise_products, *arguments, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(blocks, dim=2)
+
+
+def _elementwise_products(query: Tensor, key: Tensor, vectors: Tensor, index: Tensor) -> Tensor:
+    """Return the triple products (B, H, n, m) of all pairs, from all n·m·E products of three factors."""
+    # vectors[:, index]: (H or 1, B or 1, n, m, E) -> (B or 1, H or 1, n, m, E)
+    factors = vectors[:, index].transpose(0, 1)
+    # (B, H, n, m, E) · (B, H, m, E), summed over E -> (B, H, n, m)
+    return torch.einsum("bhnme,bhme->bhnm", query[:, :, :, None] * factors, key)

@@ -1,16 +1,21 @@
 """Helpers for checking user-written classes: source locations, misspelled hooks, calls of hooks and random states."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fairseq_rpe.core.errors import UserError, shorten_path, user_message
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from fairseq_rpe.core import lazy_torch as torch
 
 _PACKAGE = __name__.partition(".")[0]
 _MIN_LONG_NAME = 5  # names of at least so many letters count as misspelled if one letter is replaced
@@ -110,7 +115,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line_of(error: BaseException, cls: type) -> str:
-    """Last location in the user's files in the traceback of ``error``."""
+    """Return the last line of the user's files in the traceback of ``error``, or ""."""
     modules = (sys.modules.get(base.__module__) for base in cls.__mro__ if not is_shipped(base))
     files = {getattr(module, "__file__", None) for module in modules}
     location, trace = "", error.__traceback__
@@ -139,15 +144,17 @@ def check_hook_names(
         ContractError: The message names the class and the missing hook, or the misspelled name and the hook.
     """
     required = tuple(required)
-    # public names that the user's classes define, and those of them that the base class does not have
-    defined = [name for base in cls.__mro__ if not is_shipped(base) for name in vars(base) if name[:1] != "_"]
-    unknown = [name for name in defined if not hasattr(family, name)] if issubclass(cls, family) else []
     has_hook = provided_elsewhere or any(
         getattr(cls, name, None) is not getattr(family, name, None) for name in required
     )
+    defined = _public_names(cls)
+    unknown = [name for name in defined if not hasattr(family, name)] if issubclass(cls, family) else []
     for hook in (*required, *optional):
+        if hook in defined:
+            continue
         for name in unknown:
-            if hook not in defined and (_is_slip(name, hook) or (not has_hook and _is_near(name, hook))):
+            # a class without any hook probably means one of them, so less similarity is enough
+            if _is_slip(name, hook) or (not has_hook and _is_near(name, hook)):
                 raise_contract_error(
                     cls, None, f"defines '{name}', which nothing calls, and no '{hook}': rename it to '{hook}'"
                 )
@@ -156,19 +163,24 @@ def check_hook_names(
         raise_contract_error(cls, None, f"does not define {lacking}, so this {family.__name__} does nothing: define it")
 
 
+def _public_names(cls: type) -> list[str]:
+    """Return the public names that the user's classes among the bases of ``cls``, and itself, define."""
+    return [name for base in cls.__mro__ if not is_shipped(base) for name in vars(base) if not name.startswith("_")]
+
+
 def _is_slip(name: str, hook: str) -> bool:
     """Whether two letters are swapped, or one is missing, added or, in a long name, replaced."""
     name, hook = name.lower(), hook.lower()
-    if len(name) == len(hook):
-        wrong = [i for i in range(len(name)) if name[i] != hook[i]]
-        if len(wrong) == 2:
-            first, second = wrong
-            return second == first + 1 and name[first] == hook[second] and name[second] == hook[first]
-        return not wrong or (len(wrong) == 1 and len(name) >= _MIN_LONG_NAME)
-    short, long = sorted((name, hook), key=len)
-    if len(short) < _MIN_NAME or len(long) != len(short) + 1:
-        return False
-    return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+    if len(name) != len(hook):
+        short, long = sorted((name, hook), key=len)
+        if len(short) < _MIN_NAME or len(long) != len(short) + 1:
+            return False
+        return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+    wrong = [i for i in range(len(name)) if name[i] != hook[i]]
+    if len(wrong) == 2:
+        first, second = wrong
+        return second == first + 1 and name[first] == hook[second] and name[second] == hook[first]
+    return not wrong or (len(wrong) == 1 and len(name) >= _MIN_LONG_NAME)
 
 
 def _is_near(name: str, hook: str) -> bool:

@@ -104,17 +104,21 @@ def oserror_message(error: OSError, path: object = None) -> str | None:
     return f"{shorten_path(path)} {wrong}: {remedy}"
 
 
-def _library_line(error: BaseException) -> str | None:
-    """Message if a shared library could not be mapped into memory, here or in a cause of ``error``; else None.
-
-    The system gives no reason. It is the disk if that is mounted with noexec, else memory.
-    """
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
     cause: BaseException | None = error
     while cause is not None:
-        if match := _LIBRARY.search(str(cause)):
-            break
+        yield cause
         cause = cause.__cause__ or cause.__context__
-    else:
+
+
+def _library_message(error: BaseException) -> str | None:
+    """Return the message if ``error`` or a cause of it is a shared library that could not be mapped into memory.
+
+    The system gives no reason. It is the disk if the disk is mounted with noexec, else memory.
+    """
+    match = next(filter(None, map(_LIBRARY.search, map(str, _causes(error)))), None)
+    if match is None:
         return None
     if os.statvfs(sys.prefix).f_flag & os.ST_NOEXEC:
         prefix = shorten_path(sys.prefix)
@@ -152,20 +156,25 @@ def user_message(error: BaseException) -> str | None:
         return " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _FAIRSEQ:
         return f"this command needs fairseq, and {error.name} is not installed: {fairseq_install_hint()}"
-    if isinstance(error, (ImportError, OSError)) and (line := _library_line(error)):
-        return line
+    if isinstance(error, (ImportError, OSError)) and (message := _library_message(error)):
+        return message
     if isinstance(error, OSError):
         return oserror_message(error)
     if isinstance(error, MemoryError):
         return f"not enough memory: {_MEMORY}"
     if isinstance(error, RuntimeError):
-        # raised by torch's allocators, and by pathlib before Python 3.13
-        if match := _TORCH_MEMORY.search(str(error)):
-            detail = f" ({int(match[1]):,} bytes more were asked for)" if match[1] else " on the GPU"
-            return f"not enough memory{detail}: {_MEMORY}"
-        if str(error) == "can't start new thread":
-            return _LIMITS[errno.EAGAIN]
-        if str(error).startswith("Symlink loop from "):
-            path = str(error).removeprefix("Symlink loop from ").strip("'\"")
-            return oserror_message(OSError(errno.ELOOP, "", path))
+        return _runtime_error_message(str(error))
+    return None
+
+
+def _runtime_error_message(text: str) -> str | None:
+    """Return the message for a RuntimeError of torch's allocators, of threading or of pathlib; else None."""
+    if match := _TORCH_MEMORY.search(text):
+        detail = f" ({int(match[1]):,} bytes more were asked for)" if match[1] else " on the GPU"
+        return f"not enough memory{detail}: {_MEMORY}"
+    if text == "can't start new thread":
+        return _LIMITS[errno.EAGAIN]
+    if text.startswith("Symlink loop from "):  # pathlib before Python 3.13
+        path = text.removeprefix("Symlink loop from ").strip("'\"")
+        return oserror_message(OSError(errno.ELOOP, "", path))
     return None

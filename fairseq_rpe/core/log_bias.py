@@ -11,9 +11,11 @@ class LogBias:
     Attributes:
         formula: Expression in n in the syntax of ``fairseq-rpe verdict --formula``; write parameters with
             :func:`exact_fraction`.
-        note: End of the verdict's reason, such as the parameters that decide it.
-        at_least: The formula is only a lower bound, up to a constant; it can then prove divergence but not convergence.
-        keys: The formula holds for n < keys, and the bias is -∞ from there on; None: it holds for every n.
+        note: Words that end the reason of the verdict, such as the parameters that decide it.
+        at_least: Whether the formula is only a lower bound, up to a constant; a bound can prove divergence but not
+            convergence.
+        keys: Number of keys that a query sees: the formula holds for n < keys, and the bias is -∞ from there on. None:
+            it holds for every n.
     """
 
     formula: str

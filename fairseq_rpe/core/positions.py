@@ -17,11 +17,11 @@ class Positions:
     Attributes:
         q: (B or 1, n) query positions, float32 or float64; integers become float32.
         k: (B or 1, m) key positions; the queries are the last n of the m tokens.
-        step: Every difference ``q_i - k_j`` is a multiple of it; None if the spacing is arbitrary.
-        contiguous: Neighbouring tokens differ by exactly ``step``, so a difference depends on the two *indices* alone.
-            This holds for plain, offset and interpolated positions, and for rows that differ only in their left
-            padding. Ignored: padding tokens, and pairs of tokens of different documents of a row (each document counts
-            its tokens from 0).
+        step: Number of which every difference ``q_i - k_j`` is a multiple; None if the spacing is arbitrary.
+        contiguous: Whether neighbouring tokens differ by exactly ``step``, so that a difference depends on the two
+            *indices* alone. This holds for plain, offset and interpolated positions, and for rows that differ only in
+            their left padding. Padding tokens do not count, nor do pairs of tokens of different documents in a row,
+            where each document counts its tokens from 0.
         tokens: (B, m) int64 token ids, negative at padding, for encodings that need them; None if they are not known.
 
     Raises:
@@ -38,26 +38,13 @@ class Positions:
     def __post_init__(self) -> None:
         for name in ("q", "k"):
             positions = getattr(self, name)
-            if not isinstance(positions, Tensor):
-                raise UserError(f"positions must be torch tensors, and {name} is {describe_value(positions)}")
-            if positions.layout != torch.strided or positions.is_nested or positions.is_quantized:
-                raise UserError(f"positions must be dense tensors, and {name} is not: convert it")
-            if positions.dim() != 2 or positions.is_complex():
-                raise UserError(
-                    f"positions are real tensors (batch or 1, tokens), and {name} is {positions.dtype} of shape "
-                    f"{tuple(positions.shape)}"
-                )
+            _check_positions(name, positions)
             if not positions.is_floating_point():
                 object.__setattr__(self, name, positions.float())
-            elif positions.dtype not in (torch.float32, torch.float64):
-                raise UserError(f"positions in {positions.dtype} are rounded: give them in float32 or float64")
         if self.step is not None and not (type(self.step) is float and 0 < self.step < math.inf):
             check_number("step of positions", self.step, above=0)
-        tokens, m = self.tokens, self.k.shape[1]
-        if tokens is not None and not isinstance(tokens, Tensor):
-            raise UserError(f"tokens are a torch.int64 tensor of ids (batch, {m}), not {describe_value(tokens)}")
-        if tokens is not None and (tokens.dim() != 2 or tokens.shape[1] != m or tokens.dtype != torch.int64):
-            raise UserError(f"tokens are int64 ids (batch, {m}), not {tokens.dtype} of shape {tuple(tokens.shape)}")
+        if self.tokens is not None:
+            _check_token_ids(self.tokens, self.k.shape[1])
 
     @staticmethod
     def arange(
@@ -85,3 +72,26 @@ class Positions:
                 raise UserError(f"positions of {n} queries and {m} keys: the queries are the last of the keys")
         k = torch.arange(m, device=device, dtype=dtype)[None]
         return Positions(k[:, m - n :], k)
+
+
+def _check_positions(name: str, positions: object) -> None:
+    """Check that ``q`` or ``k`` is a dense real tensor (B or 1, tokens) that is not in half precision."""
+    if not isinstance(positions, Tensor):
+        raise UserError(f"positions must be torch tensors, and {name} is {describe_value(positions)}")
+    if positions.layout != torch.strided or positions.is_nested or positions.is_quantized:
+        raise UserError(f"positions must be dense tensors, and {name} is not: convert it")
+    if positions.dim() != 2 or positions.is_complex():
+        raise UserError(
+            f"positions are real tensors (batch or 1, tokens), and {name} is {positions.dtype} of shape "
+            f"{tuple(positions.shape)}"
+        )
+    if positions.is_floating_point() and positions.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"positions in {positions.dtype} are rounded: give them in float32 or float64")
+
+
+def _check_token_ids(tokens: object, m: int) -> None:
+    """Check that tokens are int64 (B, m)."""
+    if not isinstance(tokens, Tensor):
+        raise UserError(f"tokens are a torch.int64 tensor of ids (batch, {m}), not {describe_value(tokens)}")
+    if tokens.dim() != 2 or tokens.shape[1] != m or tokens.dtype != torch.int64:
+        raise UserError(f"tokens are int64 ids (batch, {m}), not {tokens.dtype} of shape {tuple(tokens.shape)}")

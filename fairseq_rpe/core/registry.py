@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from fairseq_rpe.core.arguments import describe_value
 from fairseq_rpe.core.errors import UserError, shorten_path
+from fairseq_rpe.core.looks import RegisteredLook, make_look
 from fairseq_rpe.core.spec import Option, canonical, configure, did_you_mean, list_options, parse
 
 T = TypeVar("T")
@@ -30,11 +31,11 @@ class Description:
     """A registered class as shown to a user.
 
     Attributes:
-        name: Its name in specs.
+        name: Name of the class in specs.
         summary: First line of its docstring.
-        formula: Its formula.
-        paper: Reference.
-        options: Its options.
+        formula: Mathematical formula in one line.
+        paper: Authors, year and arXiv number of the paper.
+        options: Options of its specs.
     """
 
     name: str
@@ -58,20 +59,25 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, group: str, hint: str = "") -> None:
         self.kind, self.group, self.hint = kind, group, hint
         self._table: dict[str, T] = {}
+        self._looks: dict[str, RegisteredLook] = {}
         self._entry_points_loaded = False
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str, *, colour: str | None = None, marker: str | None = None) -> Callable[[T], T]:
         """Return a class decorator that registers a class: ``@registry.register("alibi")``.
 
         Args:
             name: Name of the class in specs.
+            colour: Colour of its lines in figures, a key of ``core.looks.COLOURS``; None: chosen by the name.
+            marker: Marker of its points in figures, one of ``core.looks.MARKERS``; given together with ``colour``.
 
         Returns:
             The decorator, which returns the class unchanged.
 
         Raises:
-            UserError: The name is registered for another class, or the decorated object is not such a class.
+            UserError: The name is registered for another class, the decorated object is not such a class, or the
+                colour or the marker is unknown.
         """
+        look = make_look(name, colour, marker)
 
         def add(item: T) -> T:
             if not isinstance(item, type) or not hasattr(item, "Config"):
@@ -82,6 +88,8 @@ class Registry(Generic[T]):
             if name in self._table and self._table[name] is not item:
                 raise UserError(f"{self.kind} '{name}' is registered twice: rename one of them")
             self._table[name] = item
+            if look is not None:
+                self._looks[name] = look
             return item
 
         return add
@@ -94,14 +102,19 @@ class Registry(Generic[T]):
                 point.load()
         return sorted(self._table)
 
+    def looks(self) -> dict[str, RegisteredLook]:
+        """Return the looks in figures of the classes that are registered with one, by name."""
+        self.names()  # loads the entry points
+        return dict(self._looks)
+
     def describe(self) -> list[Description]:
         """Return a description of every registered class, sorted by name."""
-        rows = []
+        descriptions = []
         for name in self.names():
             cls: Any = self._table[name]
             summary = (inspect.getdoc(cls) or "").strip().split("\n")[0]
-            rows.append(Description(name, summary, cls.formula, cls.paper, list_options(cls.Config)))
-        return rows
+            descriptions.append(Description(name, summary, cls.formula, cls.paper, list_options(cls.Config)))
+        return descriptions
 
     def resolve(self, spec: str) -> tuple[T, str, Any]:
         """Parse a spec string.

@@ -15,9 +15,11 @@ class RotationRegion:
     Attributes:
         q: (B or 1, n or 1) position for which each query is rotated.
         k: (B or 1, m or 1) position for which each key is rotated.
-        covers: Maps the true positions of queries and keys, which broadcast, to bool: whether a pair is in the region.
-        key_range: Maps the smallest and the largest true position of some queries to those of the keys that may share
-            this region with one of them. A range that is too wide costs time; one that is too narrow is wrong.
+        covers: Function of the true positions of queries and keys, which broadcast; returns bool, True for pairs in the
+            region.
+        key_range: Function of the smallest and the largest true position of a block of queries; returns the smallest
+            and the largest true position of keys that share this region with at least one of these queries. A range
+            that is too wide costs time; a range that is too narrow is wrong.
     """
 
     q: Tensor
@@ -26,11 +28,11 @@ class RotationRegion:
     key_range: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
     def select(self, queries: slice, keys: slice) -> "RotationRegion":
-        """Return the region of some of the queries and keys."""
+        """Return the region restricted to a slice of the queries and a slice of the keys."""
         q, k = _select_columns(self.q, queries), _select_columns(self.k, keys)
         return RotationRegion(q, k, self.covers, self.key_range)
 
 
 def _select_columns(positions: Tensor, columns: slice) -> Tensor:
-    """Columns of (B or 1, n), or the only column of (B or 1, 1)."""
+    """Return columns of (B or 1, n), or the only column of (B or 1, 1)."""
     return positions if positions.shape[1] == 1 else positions[:, columns]

@@ -10,7 +10,8 @@ from fairseq_rpe.core.bias import (
     Bias,
     ContentBias,
     DenseBias,
-    KeyTableBias,
+    DistanceTable,
+    PairBias,
     PointwiseBias,
     QueryKeyTableBias,
     QueryTableBias,
@@ -23,17 +24,18 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 
 ScoreMod = Callable[..., Tensor]
-# Cells of equal width into which [0, last breakpoint] is divided, to find the piece of an x.
+# A piecewise linear bias finds the piece of x by a table: [0, last breakpoint] is divided into cells of equal width,
+# and the table holds the number of breakpoints before each cell. Those within the cell of x are compared one by one.
 LOOKUP_CELLS = 1 << 14
-# Comparisons per look-up are rounded up to a multiple, so that learning, which moves kinks, seldom compiles anew.
+# The number of comparisons is rounded up to a multiple, so that training, which moves breakpoints, seldom recompiles.
 COMPARISON_STEP = 4
 
 
-def column_offsets(table: ToeplitzBias | QueryTableBias | KeyTableBias, pos: Positions) -> tuple[Tensor, Tensor]:
+def column_offsets(table: DistanceTable, pos: Positions) -> tuple[Tensor, Tensor]:
     """Return a and b such that a_i - b_j is the column of ``table`` for query i and key j, before clamping.
 
     Args:
-        table: A table by distance.
+        table: A bias with a table by distance.
         pos: Positions of the n queries and m keys.
 
     Returns:
@@ -50,8 +52,8 @@ def score_mod(
     """Return the function that adds ``bias`` to a score.
 
     Everything that varies is a captured tensor, because captured numbers would be compiled in. Captured tensors are
-    copies: torch 2.13 silently gives captured views no gradient, and compiles other strides anew. Indices stay in
-    bounds for future pairs and past a ragged end too: kernels call these functions there and mask the result.
+    copies: torch 2.13 silently gives captured views no gradient, and recompiles for other strides. Kernels also call
+    these functions for future pairs and past a ragged end, and mask the result; indices stay in bounds there too.
 
     Args:
         bias: The bias, or None.
@@ -69,18 +71,26 @@ def score_mod(
     if bias is None:
         return None
     if isinstance(bias, DenseBias):
-        dense = _copy(bias.bias) if bias.bias.requires_grad else bias.bias
-        row = torch.full((), len(dense) > 1, dtype=torch.int32, device=dense.device)  # 0: all rows share one bias
-        return lambda score, b, h, i, j: score + dense[b * row, h, i, j]
+        return _dense_score_mod(bias)
     if isinstance(bias, ContentBias):
         return _content_score_mod(bias, pos, batch, padding, last_query)
     if isinstance(bias, ScaledDistanceBias):
         return _scaled_distance_score_mod(bias, pos, batch, padding, last_query)
-    offsets = column_offsets(bias, pos) if isinstance(bias, ToeplitzBias) else (pos.q, pos.k)
-    q, k = (_copy(x.expand(batch, -1)) for x in offsets)
     if isinstance(bias, ToeplitzBias):
-        table, last = _copy(bias.table), q.new_full((), bias.num_columns - 1)
-        return lambda score, b, h, i, j: score + table[h, torch.minimum((q[b, i] - k[b, j]).clamp_min(0), last)]
+        column, table = _column_lookup(bias, pos, batch), _copy(bias.table)
+        return lambda score, b, h, i, j: score + table[h, column(b, i, j)]
+    return _pair_score_mod(bias, pos, batch)
+
+
+def _dense_score_mod(bias: DenseBias) -> ScoreMod:
+    dense = _copy(bias.bias) if bias.bias.requires_grad else bias.bias
+    row = torch.full((), len(dense) > 1, dtype=torch.int32, device=dense.device)  # 0: all rows share one bias
+    return lambda score, b, h, i, j: score + dense[b * row, h, i, j]
+
+
+def _pair_score_mod(bias: PairBias, pos: Positions, batch: int) -> ScoreMod:
+    """Return the function for a bias of both positions, which is evaluated for each pair."""
+    q, k = (_copy(x.expand(batch, -1)) for x in (pos.q, pos.k))
     if isinstance(bias, PointwiseBias):
         scalar_fn, parameters = bias.scalar_fn, [_copy(x) for x in bias.parameters]
         return lambda score, b, h, i, j: score + scalar_fn(q[b, i], k[b, j], *[x[h] for x in parameters])
@@ -112,14 +122,20 @@ def _content_score_mod(
             "a bias that multiplies queries, keys and vectors of their distance is no function of one score: use "
             "attention backend 'sdpa'"
         )
-    q, k = (_copy(x.expand(batch, -1)) for x in column_offsets(bias, pos))
+    column = _column_lookup(bias, pos, batch)
     factor = bias.query if isinstance(bias, QueryTableBias) else bias.key
     products = torch.matmul(factor, bias.vectors.to(factor.dtype).mT)  # (B or 1, H, n or m, R)
     table = _copy(products.expand(batch, -1, -1, -1))
-    last = q.new_full((), bias.num_columns - 1)
     if isinstance(bias, QueryTableBias):
-        return lambda score, b, h, i, j: score + table[b, h, i, torch.minimum((q[b, i] - k[b, j]).clamp_min(0), last)]
-    return lambda score, b, h, i, j: score + table[b, h, j, torch.minimum((q[b, i] - k[b, j]).clamp_min(0), last)]
+        return lambda score, b, h, i, j: score + table[b, h, i, column(b, i, j)]
+    return lambda score, b, h, i, j: score + table[b, h, j, column(b, i, j)]
+
+
+def _column_lookup(table: DistanceTable, pos: Positions, batch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return the function of (batch, query, key) that gives the column of a pair, clamped to the ends of the table."""
+    q, k = (_copy(x.expand(batch, -1)) for x in column_offsets(table, pos))
+    last = q.new_full((), table.num_columns - 1)
+    return lambda b, i, j: torch.minimum((q[b, i] - k[b, j]).clamp_min(0), last)
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -132,31 +148,30 @@ def _scaled_distance_score_mod(
 ) -> ScoreMod:
     """Return the function for a bias f_h(x), with x = distance_values[i - j] · query_scale[i].
 
-    The piece of x is the number of breakpoints <= x: those in the cells before x's, looked up, and a few compared.
-
-    A binary search would load less often only for clustered breakpoints, and what inductor makes of a chain of look-ups
-    grows exponentially with its length.
+    The piece of x is the number of breakpoints <= x. A table gives those before the cell of x, and the few within the
+    cell are compared. A binary search would load less often only for clustered breakpoints, and the code that inductor
+    makes of a chain of look-ups grows exponentially with its length.
     """
     pieces = bias.pieces_in_range(pos, padding, last_query)
     midpoints, value, slope = _copy(pieces.midpoints), _copy(pieces.value), _copy(pieces.slope)
     breakpoints = pieces.breakpoints
     cells_per_unit = (LOOKUP_CELLS - 1) / breakpoints[-1] if len(breakpoints) else breakpoints.new_ones(())
-    counts = torch.bincount((breakpoints * cells_per_unit).int().clamp(0, LOOKUP_CELLS - 1), minlength=LOOKUP_CELLS)
+    cells = (breakpoints * cells_per_unit).int().clamp(0, LOOKUP_CELLS - 1)  # of each breakpoint
+    counts = torch.bincount(cells, minlength=LOOKUP_CELLS)  # breakpoints in each cell
     before = (counts.cumsum(0) - counts).int()  # (LOOKUP_CELLS,) breakpoints in earlier cells
     # the breakpoints of the fullest cell, rounded up
     comparisons = max(1, -(-int(counts.max()) // COMPARISON_STEP)) * COMPARISON_STEP
-    # padded for comparisons after the last one: NaN is never <= x
+    # padding, because the comparisons of the last cell go past the end; NaN is never <= x
     breakpoints = F.pad(breakpoints, (0, comparisons), value=float("nan"))
     distance_values, query_scale = _copy(bias.distance_values), _copy(bias.query_scale.expand(batch, -1))
-    # index among the keys of the first query: query i is key i + shift
+    # index of the first query among the keys: query i is key i + shift
     shift = torch.full((), pos.k.shape[1] - pos.q.shape[1], device=distance_values.device)
 
-    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def add_scaled_distance_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         x = distance_values[(i + shift - j).clamp_min(0)] * query_scale[b, i]
-        first = before[(x * cells_per_unit).clamp_max(LOOKUP_CELLS - 1).int().clamp_min(0)]
-        piece = first
+        piece = first = before[(x * cells_per_unit).clamp_max(LOOKUP_CELLS - 1).int().clamp_min(0)]
         for offset in range(comparisons):
             piece = piece + (breakpoints[first + offset] <= x).int()
         return score + value[h, piece] + slope[h, piece] * (x - midpoints[piece])
 
-    return add
+    return add_scaled_distance_bias

@@ -10,7 +10,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -25,7 +25,7 @@ def option(
     default: Any,
     help: str,
     *,
-    choices: Sequence[Any] | None = None,
+    choices: Sequence[Any] | Callable[[], Sequence[Any]] | None = None,
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
@@ -35,7 +35,7 @@ def option(
     Args:
         default: Default value.
         help: One line for lists and docs.
-        choices: Allowed values.
+        choices: Allowed values, or a function that returns them when a value is checked or listed.
         minimum: Smallest allowed value.
         above: Exclusive lower bound.
         maximum: Largest allowed value.
@@ -72,9 +72,14 @@ def list_options(config: type) -> list[Option]:
     """
     _check_dataclass(config, config.__qualname__)
     return [
-        Option(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("choices"))
-        for f in dataclasses.fields(config)
+        Option(f.name, f.default, f.metadata.get("help", ""), _choices(f.metadata)) for f in dataclasses.fields(config)
     ]
+
+
+def _choices(metadata: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Return the allowed values of the option whose field has this metadata, if they are listed."""
+    choices = metadata.get("choices")
+    return choices() if callable(choices) else choices
 
 
 def _check_dataclass(config: type, what: str) -> None:
@@ -83,7 +88,7 @@ def _check_dataclass(config: type, what: str) -> None:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the closest of ``words``, or "" if none is close."""
+    """Return the end of a message, " (did you mean 'x'?)", for the closest of ``words``, or "" if none is close."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
@@ -185,11 +190,28 @@ def canonical(name: str, config: Any) -> str:
 
 
 def _convert(name: str, key: str, text: str, hint: Any) -> Any:
-    """Convert the text of an option to the type that ``hint`` annotates: a scalar type, words, None or a union."""
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    """Convert the text of an option to its type.
+
+    Args:
+        name: Name in the spec, for the message.
+        key: Name of the option.
+        text: The text.
+        hint: Annotation of the option: a scalar type, or a union of it with None or a Literal of words.
+
+    Returns:
+        The value.
+
+    Raises:
+        UserError: The text is not of this type.
+    """
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if is_union else (hint,)
     if types.NoneType in kinds and text.lower() == "none":
         return None
-    words = [word for k in kinds if typing.get_origin(k) is typing.Literal for word in typing.get_args(k)]
+    words: list[str] = []
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            words += typing.get_args(kind)
     if text.lower() in words:
         return text.lower()
     kind = kinds[0]  # a union begins with its scalar type
@@ -214,7 +236,7 @@ def _check_range(name: str, key: str, value: Any, limits: Any) -> None:
     """Check a value against the metadata that :func:`option` has given its field."""
     if value is None:
         return
-    choices = limits.get("choices")
+    choices = _choices(limits)
     if choices is not None and value not in choices:
         listed, text = [format_value(c) for c in choices], format_value(value)
         raise UserError(

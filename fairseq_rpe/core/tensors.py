@@ -55,7 +55,8 @@ def check_embedding_input(x: Any, positions: Any, width: int) -> None:
         raise UserError(f"positions must be Positions, such as {example}, not {describe_value(positions)}")
     if positions.q.shape not in ((1, x.shape[1]), tuple(x.shape[:2])):
         raise UserError(
-            f"positions are of {tuple(positions.q.shape)} tokens, and x is of {tuple(x.shape[:2])}: give those of these"
+            f"positions are of {tuple(positions.q.shape)} tokens, and x is of {tuple(x.shape[:2])}: give the positions "
+            "of x"
         )
     if positions.q.device != x.device:
         raise UserError(f"positions are on {positions.q.device} and x on {x.device}: give them on one device")

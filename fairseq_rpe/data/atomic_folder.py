@@ -14,6 +14,7 @@ from fairseq_rpe.utils.files import exclusive_lock, remove_empty_on_failure
 from fairseq_rpe.utils.json_files import write_json
 
 _MAX_CHANGES = 3  # in a message
+_MAX_LOCK_ATTEMPTS = 100  # so that a fault of the file system does not end in an endless loop
 # Keys of a manifest whose values mean nothing to users, and what a changed value means.
 _KEY_DESCRIPTIONS = {
     "format": "by another version",
@@ -76,12 +77,15 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     changes = []
     for name, value in now.items():
         old = before.get(name)
+        if old == value:
+            continue
         if name in _KEY_DESCRIPTIONS:
-            changes += [_KEY_DESCRIPTIONS[name]] * (old != value)
+            changes.append(_KEY_DESCRIPTIONS[name])
         elif isinstance(value, Mapping):
             old_options = old if isinstance(old, Mapping) else {}
+            # An option that is not recorded any more counts as None, the default.
             changes += _changes(old_options, dict.fromkeys(old_options) | dict(value))
-        elif old != value:
+        else:
             changes.append(f"{_OPTION_NAMES.get(name, name)} is {_value(old)} there, {_value(value)} here")
     return changes
 
@@ -118,7 +122,7 @@ def scratch_folder(out: Path) -> Iterator[Path]:
         The temporary folder.
 
     Raises:
-        UserError: Any ``OSError`` inside the context.
+        UserError: The folder cannot be made. Also raised in place of any ``OSError`` inside the context.
     """
     parent, prefix = out.parent, f".{out.name}.prepare-"
     folder = parent / f"{prefix}{os.getpid()}"
@@ -144,16 +148,15 @@ def _lock_parent(out: Path, stack: contextlib.ExitStack) -> None:
     """Make the parents of ``out`` and lock the last one; try again if another process has just removed it."""
     missing = [folder for folder in out.parents if not folder.exists()]
     busy = f"waiting for another preparation in {out.parent}"
-    for attempts_left in reversed(range(100)):
+    for attempt in range(_MAX_LOCK_ATTEMPTS):
         try:
             with remove_empty_on_failure(missing):
                 out.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(exclusive_lock(out.parent, busy, wait=True, folder=True))
-        except FileNotFoundError:
-            if not attempts_left:
-                raise
-        else:
             break
+        except FileNotFoundError:
+            if attempt == _MAX_LOCK_ATTEMPTS - 1:
+                raise
     # Registered after the lock, so undone before it is released: a waiting process must not lose its folder.
     stack.enter_context(remove_empty_on_failure(missing))
 
@@ -208,26 +211,26 @@ def build_atomically(
         UserError: ``out`` contains something else or cannot be written. It is then unchanged.
     """
     target = Path(os.path.realpath(out))  # unlike Path.resolve, it accepts a circle of links
-    manifest = _up_to_date(target, key, contents)
-    if not manifest:
-        if Path.cwd().is_relative_to(target):  # the shell would be left in a removed folder
-            raise UserError(f"{out} is the current folder or one above it, and would be replaced: name one below it")
-        with scratch_folder(target) as scratch:
-            # Another process may have built the folder while this one waited.
-            manifest = _up_to_date(target, key, contents)
-            if not manifest:
-                _check_replaceable(target, contents)
-                if not overwrite:
-                    _check_same_settings(target, key, contents)
-                built = scratch / "made"
-                built.mkdir()
-                manifest = {**key, **build(built)}
-                write_json(built / contents.manifest, manifest)
-                _check_replaceable(target, contents)
-                _publish(built, target, scratch / "replaced")
-                for name, count in manifest.get("splits", {}).items():
-                    say(f"{name}: " + ", ".join(f"{number} {unit}" for unit, number in count.items()))
-                say(f"wrote {out}")
-                return manifest
-    say(f"{out} is up to date")
-    return manifest
+    if manifest := _up_to_date(target, key, contents):
+        say(f"{out} is up to date")
+        return manifest
+    if Path.cwd().is_relative_to(target):  # the shell would be left in a removed folder
+        raise UserError(f"{out} is the current folder or one above it, and would be replaced: name one below it")
+    with scratch_folder(target) as scratch:
+        # Another process may have built the folder while this one waited.
+        if manifest := _up_to_date(target, key, contents):
+            say(f"{out} is up to date")
+            return manifest
+        _check_replaceable(target, contents)
+        if not overwrite:
+            _check_same_settings(target, key, contents)
+        built = scratch / "made"
+        built.mkdir()
+        manifest = {**key, **build(built)}
+        write_json(built / contents.manifest, manifest)
+        _check_replaceable(target, contents)  # again: files may have been put there during the build
+        _publish(built, target, scratch / "replaced")
+        for name, count in manifest.get("splits", {}).items():
+            say(f"{name}: " + ", ".join(f"{number} {unit}" for unit, number in count.items()))
+        say(f"wrote {out}")
+        return manifest

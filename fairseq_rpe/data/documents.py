@@ -109,25 +109,24 @@ def find_source_files(
     Raises:
         UserError: A path does not exist, or there is no text file.
     """
-    files, binary_count = [], 0
+    files: list[SourceFile] = []
+    binary_count = 0
     for path in paths:
         if isinstance(path, SourceFile):
             files.append(path)
-            continue
-        if not path.exists():
+        elif not path.exists():
             raise UserError(f"{path} does not exist: give a folder or file with text")
-        if not (path.is_dir() or path.is_file()):
+        elif not (path.is_dir() or path.is_file()):
             raise UserError(f"{path} can be read only once: write its text into a file and give that")
-        is_container = path.is_dir() or path.suffix == ".zip"
-        for file in _walk(path, exclude) if is_container else [SourceFile(path)]:
-            if is_container and include and not matches_any(file.name, include):
-                continue
-            if (is_container and keep_binary) or not _is_binary(file):
-                files.append(file)
-            elif is_container:
-                binary_count += 1
-            else:
-                raise UserError(f"{path} is a binary file: give text, .jsonl or .parquet")
+        elif path.is_dir() or path.suffix == ".zip":
+            candidates = [file for file in _walk(path, exclude) if not include or matches_any(file.name, include)]
+            text_files = [file for file in candidates if keep_binary or not _is_binary(file)]
+            files += text_files
+            binary_count += len(candidates) - len(text_files)
+        elif _is_binary(SourceFile(path)):
+            raise UserError(f"{path} is a binary file: give text, .jsonl or .parquet")
+        else:
+            files.append(SourceFile(path))
     if not files:
         reason = f"all {binary_count} files are binary" if binary_count else "there are no files that could be read"
         raise UserError(f"{' '.join(map(str, paths))} has no text, {reason}: give another source")
@@ -425,6 +424,24 @@ def _row_text(name: str, row: dict[str, Any], text_field: str) -> str:
 
 def _parquet_rows(source: SourceFile, text_field: str) -> Iterator[tuple[str, str]]:
     """Yield name and text of each parquet row."""
+    for name, row in read_parquet(source, text_field):
+        text = row[text_field]
+        yield name, _row_text(name, {text_field: "" if text is None else text}, text_field)
+
+
+def read_parquet(source: SourceFile, text_field: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the rows of a parquet file.
+
+    Args:
+        source: The file.
+        text_field: The only column to read; None reads all.
+
+    Yields:
+        File and row number, from 1, for messages; and the values of the row by column.
+
+    Raises:
+        UserError: The package pyarrow is missing, the file is damaged, is not UTF-8, or has no such column.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
@@ -434,16 +451,16 @@ def _parquet_rows(source: SourceFile, text_field: str) -> Iterator[tuple[str, st
     try:
         with source_errors(source), parquet.ParquetFile(source.local_path) as file:
             names = file.schema_arrow.names
-            if text_field not in names:
+            if text_field is not None and text_field not in names:
                 raise UserError(
                     f"{source} has no column '{text_field}' but {', '.join(names)}: name one with --text-field"
                 )
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[text_field]):
-                for scalar in batch.column(0):
+            columns = None if text_field is None else [text_field]
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
+                for index in range(batch.num_rows):
                     number += 1
-                    name = f"{source} row {number}"
-                    text = scalar.as_py()
-                    yield name, _row_text(name, {text_field: "" if text is None else text}, text_field)
+                    values = {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+                    yield f"{source} row {number}", values
     except pyarrow.ArrowException as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{source} is cut short or damaged ({reason}): get it again") from None

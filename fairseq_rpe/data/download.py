@@ -62,20 +62,12 @@ def _fetch(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, tr
     except ImportError:
         raise UserError(f"{path.name} needs the package pooch: pip install pooch, or {by_hand}") from None
     pooch.get_logger().setLevel(logging.WARNING)
-
-    def check_response(response: Any, **_: object) -> None:
-        status, headers = response.status_code, response.headers
-        if 400 <= status < 500 and status not in _RETRIED_STATUS:
-            raise _PermanentError(f"HTTP status {status}")
-        if status == 200 and not sha256 and "Content-Length" not in headers and "Transfer-Encoding" not in headers:
-            raise _PermanentError("the server does not say how long it is, and no checksum is known")
-
     downloader = pooch.HTTPDownloader(
         progressbar=sys.stderr.isatty(),
         chunk_size=_CHUNK_BYTES,
         headers=_HEADERS,
         timeout=timeout,
-        hooks={"response": check_response},
+        hooks={"response": partial(_check_response, has_digest=bool(sha256))},
     )
     reasons = []
     for url in urls:
@@ -93,6 +85,15 @@ def _fetch(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, tr
         write_via_temporary(path, partial(os.replace, file))
         return
     raise UserError(f"cannot download {path.name} ({'; '.join(reasons)}): {by_hand}")
+
+
+def _check_response(response: Any, has_digest: bool, **_: object) -> None:
+    """Refuse a response that another attempt would not change, or whose file might be cut short unnoticed."""
+    status, headers = response.status_code, response.headers
+    if 400 <= status < 500 and status not in _RETRIED_STATUS:
+        raise _PermanentError(f"HTTP status {status}")
+    if status == 200 and not has_digest and "Content-Length" not in headers and "Transfer-Encoding" not in headers:
+        raise _PermanentError("the server does not say how long it is, and no checksum is known")
 
 
 _HUB_SOURCE = re.compile(r"hub:([\w.-]+/[\w.-]+)((?:/[\w.-]+)*)")
@@ -144,12 +145,14 @@ def resolve_source(
     match = _HUB_SOURCE.fullmatch(source)
     if match is None:
         raise UserError(f"{source} is not a data set of the hub: use hub:OWNER/NAME or hub:OWNER/NAME/FOLDER")
+    name, folder = match[1], match[2].strip("/")
     with _hub_errors(source) as hub:
         if allow_converted:
-            list_files = _list_or_converted
+            all_files = _list_or_converted(hub, source, name, folder)
+        elif lazy:
+            all_files = _list_files(hub, source, name, folder)
         else:
-            list_files = _list_files if lazy else _download_files
-        all_files = list_files(hub, source, match[1], match[2].strip("/"))
+            all_files = _download_files(hub, name, folder)
     if not all_files:
         formats = "parquet, .jsonl, .json or .txt files (loading scripts are not run)"
         raise UserError(f"{source} has no {formats}: {_BY_HAND}")
@@ -183,7 +186,8 @@ def _hub_errors(source: str) -> Iterator[Any]:
     raise UserError(f"{source} {problem}, or {_BY_HAND}")
 
 
-def _download_files(hub: Any, source: str, name: str, folder: str) -> list[SourceFile]:
+def _download_files(hub: Any, name: str, folder: str) -> list[SourceFile]:
+    """Download the files of a data set, in the first of the formats that it has."""
     for patterns in _FORMATS:
         in_folder = [f"{folder}/{pattern}" if folder else pattern for pattern in patterns]
         root = Path(hub.snapshot_download(name, repo_type="dataset", allow_patterns=in_folder)) / folder
@@ -194,6 +198,7 @@ def _download_files(hub: Any, source: str, name: str, folder: str) -> list[Sourc
 
 
 def _list_or_converted(hub: Any, source: str, name: str, folder: str) -> list[SourceFile]:
+    """List the files of a data set, or else the parquet files that the hub made of it."""
     absent = (hub.errors.EntryNotFoundError, hub.errors.RevisionNotFoundError)
     for branch in (None, _CONVERTED):
         with contextlib.suppress(*absent):

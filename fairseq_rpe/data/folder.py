@@ -184,17 +184,28 @@ def document_ends(folder: Path, split: str) -> np.ndarray:
         UserError: Index and tokens do not match.
     """
     ids, sizes = map_split(folder, split)
-    stops = np.cumsum(sizes, dtype=np.int64)
+    stops = np.cumsum(sizes, dtype=np.int64)  # (items,) tokens up to the end of each item
     if not len(stops):
         return stops
     is_separator = sizes == 1  # (items,)
     is_separator[is_separator] = ids[stops[is_separator] - 1] == EOS_ID
-    ends = is_separator.copy()
-    ends[:-1] &= ~is_separator[1:]  # only the last separator of a run ends the document
-    first = int(np.argmin(is_separator))  # separators at the very beginning do not end a document
-    ends[: first if not is_separator[first] else len(ends)] = False
-    ends[-1:] = True
-    return stops[ends]
+    is_end = is_separator.copy()
+    is_end[:-1] &= ~is_separator[1:]  # only the last separator of a run ends the document
+    text_items = np.flatnonzero(~is_separator)
+    first_text = text_items[0] if len(text_items) else len(is_end)
+    is_end[:first_text] = False  # separators at the very beginning do not end a document
+    is_end[-1] = True
+    return stops[is_end]
+
+
+def enumerate_groups(sizes: np.ndarray) -> np.ndarray:
+    """Return 0, 1 … size - 1 for each of several group sizes, concatenated.
+
+    >>> enumerate_groups(np.array([2, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    starts = np.cumsum(sizes) - sizes  # (groups,)
+    return np.arange(sizes.sum()) - np.repeat(starts, sizes)
 
 
 def check_documents(folder: Path, *splits: str) -> None:
@@ -254,12 +265,14 @@ def _read_index(path: Path) -> tuple[str, np.ndarray]:
     """Return the dtype of the token ids and the (items,) tokens of each item."""
     with add_path_to_errors(path), open_input(path) as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
-        whole = len(head) == len(_MAGIC) + _HEADER.size and head.startswith(_MAGIC)
-        version, code, items = _HEADER.unpack_from(head, len(_MAGIC)) if whole else (0, 0, 0)
-        if whole and version != _VERSION:
+        not_mmap = UserError(f"{path} is not an mmap index: binarise again with --dataset-impl mmap")
+        if len(head) < len(_MAGIC) + _HEADER.size or not head.startswith(_MAGIC):
+            raise not_mmap
+        version, code, items = _HEADER.unpack_from(head, len(_MAGIC))
+        if version != _VERSION:
             raise UserError(f"{path} is an index of version {version}, not {_VERSION}: binarise the data again")
         if code not in _DTYPES:
-            raise UserError(f"{path} is not an mmap index: binarise again with --dataset-impl mmap")
+            raise not_mmap
         # The header is followed by the int32 size and the int64 offset of each item.
         if os.fstat(file.fileno()).st_size < len(head) + (4 + 8) * items:
             raise UserError(f"{path} is cut short: binarise the data again")
@@ -271,11 +284,12 @@ def _check_split(folder: Path, split: str, symbols: int) -> None:
     path = folder / f"{split}.idx"
     dtype, sizes = _read_index(path)
     tokens = _check_sizes(folder, split, dtype, sizes)
-    offset, head = 0, len(_MAGIC) + _HEADER.size + sizes.nbytes
+    offset = 0  # bytes of the .bin file
+    offsets_start = len(_MAGIC) + _HEADER.size + sizes.nbytes  # bytes of the index before its offsets
     for start in range(0, len(sizes), _CHECK_BLOCK):
         item_bytes = sizes[start : start + _CHECK_BLOCK].astype("<i8") * np.dtype(dtype).itemsize
-        ends = offset + np.cumsum(item_bytes)  # bytes of the .bin file
-        offsets = np.fromfile(path, "<i8", len(item_bytes), offset=head + 8 * start)
+        ends = offset + np.cumsum(item_bytes)
+        offsets = np.fromfile(path, "<i8", len(item_bytes), offset=offsets_start + 8 * start)
         if not np.array_equal(offsets, ends - item_bytes):
             raise UserError(f"{path} is damaged, its items do not follow one another: binarise the data again")
         offset = int(ends[-1])
@@ -311,11 +325,11 @@ def write_index(path: Path, sizes: BinaryIO, dtype: str) -> None:
         sizes.seek(0)
         shutil.copyfileobj(sizes, index)
         sizes.seek(0)
-        address = 0
+        offset = 0  # bytes of the .bin file before the item
         while block := sizes.read(_COPY_BYTES):
-            ends = address + np.cumsum(np.frombuffer(block, "<i4"), dtype="<i8") * np.dtype(dtype).itemsize
-            index.write(np.concatenate(([address], ends[:-1])).astype("<i8").tobytes())
-            address = int(ends[-1])
+            ends = offset + np.cumsum(np.frombuffer(block, "<i4"), dtype="<i8") * np.dtype(dtype).itemsize
+            index.write(np.concatenate(([offset], ends[:-1])).astype("<i8").tobytes())
+            offset = int(ends[-1])
 
 
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -346,8 +360,10 @@ def unigram_ppl(ids: np.ndarray) -> float:
     Args:
         ids: (tokens,) token ids.
     """
-    counts = np.bincount(ids)
-    return float(np.exp2(np.log2(len(ids)) - np.dot(counts, np.log2(np.maximum(counts, 1))) / len(ids)))
+    counts = np.bincount(ids)  # (types,)
+    # H = -Σ c/N · log2(c/N) = log2 N - Σ c · log2 c / N; types that do not occur add 0.
+    mean_log_count = np.dot(counts, np.log2(np.maximum(counts, 1))) / len(ids)
+    return float(np.exp2(np.log2(len(ids)) - mean_log_count))
 
 
 def write_dictionary(path: Path, symbols: Sequence[str]) -> None:
@@ -361,7 +377,7 @@ def read_dictionary(path: Path) -> list[str]:
     Raises:
         UserError: fairseq could not read the file.
     """
-    content, symbols, number = read_input(path), list(FAIRSEQ_SPECIALS), 0
+    content, symbols = read_input(path), list(FAIRSEQ_SPECIALS)
 
     def refuse(number: int, problem: str) -> NoReturn:
         raise UserError(f"{path} line {number} {problem}: use the file that the data were made with")
@@ -371,7 +387,9 @@ def read_dictionary(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         refuse(content.count(b"\n", 0, error.start) + 1, "is not UTF-8")
     seen = set(symbols)
-    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, start=1):
+    if lines[-1] == "":
+        lines.pop()  # what follows the last line end
+    for number, line in enumerate(lines, start=1):
         symbol, _, count = line.rstrip().rpartition(" ")
         overwrites = count == _OVERWRITE_MARK
         if overwrites:
@@ -382,7 +400,9 @@ def read_dictionary(path: Path) -> list[str]:
             refuse(number, f"has the symbol {symbol[:40]!r} a second time")
         seen.add(symbol)
         symbols.append(symbol)
-    return symbols if number else refuse(1, "is missing, the dictionary is empty")
+    if not lines:
+        refuse(1, "is missing, the dictionary is empty")
+    return symbols
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ import importlib.metadata
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,110 +48,133 @@ def prepare_corpus(options: PrepareOptions, say: Callable[[str], None] = print) 
         "format": _FORMAT,
         "digest": source.digest,
         "options": options.key(),
-        "given_vocabulary": {name: sha256_of_files(path) for name, path in vocabulary[1].items()}
-        if vocabulary
-        else None,
+        "given_vocabulary": None
+        if vocabulary is None
+        else {name: sha256_of_files(path) for name, path in vocabulary.paths.items()},
     }
-    return build_atomically(
-        options.out,
-        key,
-        lambda folder: _build(options, source, vocabulary, folder, say),
-        say,
-        overwrite=options.overwrite,
-    )
+    builder = _CorpusBuilder(options, source, vocabulary, say)
+    return build_atomically(options.out, key, builder.build, say, overwrite=options.overwrite)
 
 
-def _build(
-    options: PrepareOptions,
-    source: SplitDocuments,
-    vocabulary: VocabularyFiles | None,
-    folder: Path,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Fill a folder and return its manifest, apart from the key; split few documents in another way if necessary."""
-    try:
-        return _build_once(options, source, vocabulary, folder, say)
-    except EmptySplit:
-        if (description := source.split_few()) is None:
-            raise
-    say(description)
-    return _build_once(options, source, vocabulary, folder, say)
+@dataclass(frozen=True)
+class _CorpusBuilder:
+    """Fills a folder with a corpus.
 
+    Attributes:
+        options: Source files, output folder, tokenizer and splits.
+        source: The documents with their splits.
+        vocabulary: Files of an existing vocabulary; None learns one.
+        say: Prints a line of progress.
+    """
 
-def _build_once(
-    options: PrepareOptions,
-    source: SplitDocuments,
-    vocabulary: VocabularyFiles | None,
-    folder: Path,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    kind, files = vocabulary or (options.tokenizer, {})
-    size = None if vocabulary else _learn(options, source, folder, say)
-    for name, path in files.items():
-        shutil.copyfile(path, folder / name)
-    if kind == "gpt2" and "dict.txt" not in files:
-        write_dictionary(folder / "dict.txt", dictionary_symbols(folder))
-    types = len(read_dictionary(folder / "dict.txt"))
-    say(f"encoding with a vocabulary of {types} symbols")
-    counts = _encode(options, source, kind, folder, size)
-    source.check_unchanged()
-    # Each line end counts as a word, so a split without other words is empty.
-    source.check_splits({s: count["documents"] * (count["words"] > count["lines"]) for s, count in counts.items()})
-    for split, count in counts.items():
-        if kind != "words" and count["unknown"]:
-            raise UserError(f"the {split} split has {count['unknown']} unknown tokens: the vocabulary lacks some bytes")
-    if source.available_documents is not None:
-        available = source.available_documents
-        say(f"all of the text is taken: it has {available} documents of training, not {options.documents}")
-    if skipped := source.skipped():
-        say("left out: " + ", ".join(f"{count} {reason}" for reason, count in skipped.items()))
-    return {
-        "made_by": MADE_BY,
-        "tokenizer": {"kind": kind, "types": types},
-        "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES[kind]},
-        "splits": {split: dict(count) for split, count in counts.items()},
-        "skipped": skipped,
-        "files": describe_files(folder, ("dict.txt", *VOCABULARY_FILES[kind], *BINARIES)),
-    }
+    options: PrepareOptions
+    source: SplitDocuments
+    vocabulary: VocabularyFiles | None
+    say: Callable[[str], None]
 
+    def build(self, folder: Path) -> dict[str, Any]:
+        """Fill a folder and return its manifest, apart from the key; split few documents in another way if needed."""
+        try:
+            return self._build_once(folder)
+        except EmptySplit:
+            if (description := self.source.split_few()) is None:
+                raise
+        self.say(description)
+        return self._build_once(folder)
 
-def _learn(options: PrepareOptions, source: SplitDocuments, folder: Path, say: Callable[[str], None]) -> int:
-    """Learn the vocabulary from the training split, and return the number of characters of all splits."""
-    if options.tokenizer == "words":
-        learner = WordLearner(options.vocab_size)
-    else:
-        learner = BpeLearner(options.vocab_size or DEFAULT_BPE_TYPES, options.sample_bytes)
-    documents, size = dict.fromkeys(SPLITS, 0), 0
-    with tqdm(desc="reading", **_BAR) as bar:
-        for split, document in source:
-            documents[split] += not document.blank
-            size += document.characters
-            if split == "train":
-                learner.read(_with_progress(document.blocks(), bar))
-            else:
-                bar.update(document.characters)
-    source.check_splits(documents)
-    say(f"read {sum(documents.values())} documents, {size} characters; learning the vocabulary")
-    learner.write(folder)
-    return size
+    def _build_once(self, folder: Path) -> dict[str, Any]:
+        if self.vocabulary is None:
+            kind, size = self.options.tokenizer, self._learn(folder)
+        else:
+            kind, size = self.vocabulary.kind, None
+            self._copy_vocabulary(self.vocabulary, folder)
+        types = len(read_dictionary(folder / "dict.txt"))
+        self.say(f"encoding with a vocabulary of {types} symbols")
+        counts = self._encode(kind, folder, size)
+        self.source.check_unchanged()
+        self._check_counts(kind, counts)
+        self._report_documents()
+        return {
+            "made_by": MADE_BY,
+            "tokenizer": {"kind": kind, "types": types},
+            "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES[kind]},
+            "splits": {split: dict(count) for split, count in counts.items()},
+            "skipped": self.source.skipped(),
+            "files": describe_files(folder, ("dict.txt", *VOCABULARY_FILES[kind], *BINARIES)),
+        }
 
+    def _copy_vocabulary(self, vocabulary: VocabularyFiles, folder: Path) -> None:
+        for name, path in vocabulary.paths.items():
+            shutil.copyfile(path, folder / name)
+        if vocabulary.kind == "gpt2" and "dict.txt" not in vocabulary.paths:
+            write_dictionary(folder / "dict.txt", dictionary_symbols(folder))
 
-def _encode(
-    options: PrepareOptions, source: SplitDocuments, kind: str, folder: Path, size: int | None
-) -> dict[str, Counter[str]]:
-    """Encode all documents and return counts by split; ``size`` is the number of characters, for the progress bar."""
-    dtype = load_encoder(kind, folder).dtype
-    with contextlib.ExitStack() as stack:
-        writers = {s: stack.enter_context(SplitWriter(folder, s, dtype, options.boundaries)) for s in SPLITS}
-        bar = stack.enter_context(tqdm(desc="encoding", total=size, **_BAR))
+    def _learn(self, folder: Path) -> int:
+        """Learn the vocabulary from the training split, and return the number of characters of all splits."""
+        options = self.options
+        if options.tokenizer == "words":
+            learner = WordLearner(options.vocab_size)
+        else:
+            learner = BpeLearner(options.vocab_size or DEFAULT_BPE_TYPES, options.sample_bytes)
+        documents, size = dict.fromkeys(SPLITS, 0), 0
+        with tqdm(desc="reading", **_BAR) as bar:
+            for split, document in self.source:
+                documents[split] += not document.blank
+                size += document.characters
+                if split == "train":
+                    learner.read(_with_progress(document.blocks(), bar))
+                else:
+                    bar.update(document.characters)
+        self.source.check_splits(documents)
+        self.say(f"read {sum(documents.values())} documents, {size} characters; learning the vocabulary")
+        learner.write(folder)
+        return size
 
-        def pieces() -> Iterator[tuple[str, Piece]]:
-            for split, document in source:
-                yield from ((split, piece) for piece in split_pieces(_with_progress(document.blocks(), bar)))
+    def _encode(self, kind: str, folder: Path, size: int | None) -> dict[str, Counter[str]]:
+        """Write all documents as tokens.
 
-        for split, encoded in encode_chunks(group_pieces(pieces()), kind, folder, options.workers, options.boundaries):
-            writers[split].add(encoded)
-    return {split: writer.counts for split, writer in writers.items()}
+        Args:
+            kind: Kind of the tokenizer.
+            folder: Folder with the vocabulary, to which the splits are written.
+            size: Number of characters of all documents, for the progress bar; None: unknown.
+
+        Returns:
+            The counts of each split.
+        """
+        options, dtype = self.options, load_encoder(kind, folder).dtype
+        with contextlib.ExitStack() as stack:
+            writers = {s: stack.enter_context(SplitWriter(folder, s, dtype, options.boundaries)) for s in SPLITS}
+            bar = stack.enter_context(tqdm(desc="encoding", total=size, **_BAR))
+            chunks = group_pieces(self._pieces(bar))
+            for split, encoded in encode_chunks(chunks, kind, folder, options.workers, options.boundaries):
+                writers[split].add(encoded)
+        return {split: writer.counts for split, writer in writers.items()}
+
+    def _pieces(self, bar: tqdm) -> Iterator[tuple[str, Piece]]:
+        """Yield the pieces of all documents with their split."""
+        for split, document in self.source:
+            for piece in split_pieces(_with_progress(document.blocks(), bar)):
+                yield split, piece
+
+    def _check_counts(self, kind: str, counts: dict[str, Counter[str]]) -> None:
+        """Refuse a split without words, and unknown tokens of a tokenizer that can write any text."""
+        # Each line end counts as a word, so a split without other words is empty.
+        has_words = {split: count["words"] > count["lines"] for split, count in counts.items()}
+        self.source.check_splits({split: count["documents"] * has_words[split] for split, count in counts.items()})
+        for split, count in counts.items():
+            if kind != "words" and count["unknown"]:
+                problem = f"the {split} split has {count['unknown']} unknown tokens"
+                raise UserError(f"{problem}: the vocabulary lacks some bytes")
+
+    def _report_documents(self) -> None:
+        """Print whether there were too few documents, and how many were left out."""
+        if self.source.available_documents is not None:
+            available = self.source.available_documents
+            self.say(
+                f"all of the text is taken: it has {available} documents of training, not {self.options.documents}"
+            )
+        if skipped := self.source.skipped():
+            self.say("left out: " + ", ".join(f"{count} {reason}" for reason, count in skipped.items()))
 
 
 def _with_progress(blocks: Iterator[str], bar: tqdm) -> Iterator[str]:

@@ -244,7 +244,9 @@ def preset_options(
         raise UserError("--archive: this corpus has no archive, leave the option out")
     if documents is not None and len(preset.hub) > 1:
         raise UserError("--documents would take nothing but the first source of this mixture: leave it out")
-    options: dict[str, Any] = {**preset.options, **({"sample_bytes": None} if preset.learn_all else {})}
+    options: dict[str, Any] = dict(preset.options)
+    if preset.learn_all:
+        options["sample_bytes"] = None
     include, exclude = preset.include, preset.exclude
     paths: Sequence[Path | SourceFile]
     if local_paths:
@@ -255,9 +257,10 @@ def preset_options(
         paths = [path for source in preset.hub for path in resolve_source(source, lazy=documents is not None)]
         include = ()
     else:
-        paths, exclude, options["skip_invalid"] = [Path(sysconfig.get_path("stdlib"))], _NOT_LIBRARY, True
+        paths, exclude = [Path(sysconfig.get_path("stdlib"))], _NOT_LIBRARY
+        options["skip_invalid"] = True
     files, _ = find_source_files(paths, include, exclude, preset.keep_binary)
-    return {**options, **_files_by_split(preset, paths, files)}
+    return options | _files_by_split(preset, paths, files)
 
 
 def _files_by_split(
@@ -266,8 +269,9 @@ def _files_by_split(
     """Return files by the split in their names or folders, or all under ``train`` if they are split by document."""
     by_split: dict[str, list[SourceFile]] = {split: [] for split in SPLITS}
     for file in files:
-        folder = file.relative_path.lower().removesuffix(file.name.lower())
-        if words := _SPLIT_IN_NAME.findall(file.name.lower()) or _SPLIT_IN_NAME.findall(folder):
+        name = file.name.lower()
+        folder = file.relative_path.lower().removesuffix(name)
+        if words := _SPLIT_IN_NAME.findall(name) or _SPLIT_IN_NAME.findall(folder):
             by_split[_SPLIT_WORDS[words[-1]]].append(file)
     if preset.divided or not any(by_split.values()):
         return {"train": tuple(files)}
@@ -277,7 +281,7 @@ def _files_by_split(
             names = {str(path.root or path) if isinstance(path, SourceFile) else str(path) for path in paths}
             raise UserError(f"{' '.join(sorted(names))} has no file with '{split}' in its name: add or rename it")
     options: dict[str, Any] = {split: tuple(split_files) for split, split_files in by_split.items()}
-    return {**options, **({"test_from_valid": True} if test_from_valid else {})}
+    return options | {"test_from_valid": True} if test_from_valid else options
 
 
 def compare_counts(

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from operator import attrgetter
 
 from tqdm import tqdm
@@ -28,6 +28,9 @@ _MAX_SHARE = 0.15  # of all text, for a document that is chosen as the valid or 
 _OVERLAP = 16  # characters; most of a border that lies in two blocks
 # Where a document may be cut: at an empty line, else at the end of a line, else between two words.
 _BORDERS = [re.compile(pattern) for pattern in (r"\n[ \t\r]*\n", r"\n", r"\s")]
+
+
+_UNSPLIT = ""  # in place of a split: source files whose documents are split here
 
 
 class EmptySplit(UserError):
@@ -53,7 +56,9 @@ def _slice(document: Document, begin: int, end: int) -> Iterator[str]:
 
 
 def _cut(document: Document, valid: float, test: float) -> list[tuple[str, Document]]:
-    """Cut a document into training, validation and test, in this order; all of it is training if it has no border.
+    """Cut a document into pieces for training, validation and test, in this order.
+
+    All of a document is training if it has no borders where three pieces with text could begin and end.
 
     Args:
         document: Document with text for all three splits.
@@ -61,16 +66,15 @@ def _cut(document: Document, valid: float, test: float) -> list[tuple[str, Docum
         test: Share of the characters for the test.
     """
     targets = [int(document.characters * (1 - valid - test)), int(document.characters * (1 - test))]
-    for ends in _border_ends(document, targets):
+    path = document.relative_path
+    for ends in _border_ends(document, targets):  # the best kind of border first
         bounds = [0, *ends, document.characters]
-        if sorted(set(bounds)) != bounds:
-            continue
-        pieces = [
-            (split, scan_document(document.relative_path, document.relative_path, partial(_slice, document, a, b)))
-            for split, a, b in zip(SPLITS, bounds, bounds[1:], strict=False)
-        ]
-        if not any(piece.blank for _, piece in pieces):
-            return pieces
+        if any(begin >= end for begin, end in pairwise(bounds)):
+            continue  # a piece would be empty
+        blocks = [partial(_slice, document, begin, end) for begin, end in pairwise(bounds)]
+        pieces = [scan_document(path, path, piece_blocks) for piece_blocks in blocks]
+        if not any(piece.blank for piece in pieces):
+            return list(zip(SPLITS, pieces, strict=True))
     return [("train", document)]
 
 
@@ -107,21 +111,22 @@ class SplitDocuments:
         self._options = options
         self._by_path = options.split_by == "path"
         paths = {"train": options.train, "valid": options.valid, "test": options.test}
-        paths = {split: p for split, p in paths.items() if p} if options.valid else {"": options.train}
+        paths = {split: p for split, p in paths.items() if p} if options.valid else {_UNSPLIT: options.train}
         sources = {split: find_source_files(p, options.include) for split, p in paths.items()}
         self._binary_count = sum(binary_count for _, binary_count in sources.values())
-        # By split; the key "" is for files whose documents are split here.
-        self._readers = {split: self._reader(files) for split, (files, _) in sources.items()}
+        # By split, or _UNSPLIT alone.
+        self._readers = {split: self._make_reader(files) for split, (files, _) in sources.items()}
         self.available_documents: int | None = None
         if options.documents is not None:
             self._keep_first(options.documents)
-        self._stamp = self._stamps()
-        self._few: list[tuple[str, Document]] | None = None  # set by split_few
+        self._first_stamps = self._file_stamps()
+        self._few: list[tuple[str, Document]] | None = None  # all documents, once split_few has split them
         self.digest = {
             split or "all": digest_source_files(reader.files, self._by_path) for split, reader in self._readers.items()
         }
 
-    def _reader(self, files: Sequence[SourceFile]) -> DocumentReader:
+    def _make_reader(self, files: Sequence[SourceFile]) -> DocumentReader:
+        """Return a reader of files, of at most ``options.max_bytes`` bytes of text."""
         options = self._options
         if self._by_path:
             files = sorted(files, key=attrgetter("relative_path"))
@@ -129,16 +134,22 @@ class SplitDocuments:
             files, options.text_field, options.rows_are_lines, options.skip_invalid, not options.boundaries
         )
         if options.max_bytes is not None:
-            sizes: Counter[str] = Counter()
-            for document in reader:
-                sizes[document.relative_path] += document.size
-            bytes_left = options.max_bytes
-            # Not the hash that splits them: in its order all validation files would come first.
-            for path in sorted(sizes, key=lambda path: (unit_hash("order", options.seed, path), path)):
-                if sizes[path] <= bytes_left:
-                    bytes_left -= sizes.pop(path)
-            reader.files = [file for file in files if file.relative_path not in sizes]
+            reader.files = self._limit_bytes(reader, options.max_bytes)
         return reader
+
+    def _limit_bytes(self, reader: DocumentReader, max_bytes: int) -> list[SourceFile]:
+        """Return files of a reader, chosen by a hash of their paths, with at most ``max_bytes`` bytes of text."""
+        sizes: Counter[str] = Counter()
+        for document in reader:
+            sizes[document.relative_path] += document.size
+        left_out = set()
+        # Not the hash that splits them: in its order all validation files would come first.
+        for path in sorted(sizes, key=lambda path: (unit_hash("order", self._options.seed, path), path)):
+            if sizes[path] <= max_bytes:
+                max_bytes -= sizes[path]
+            else:
+                left_out.add(path)
+        return [file for file in reader.files if file.relative_path not in left_out]
 
     def __iter__(self) -> Iterator[tuple[str, Document]]:
         if self._few is not None:
@@ -149,25 +160,32 @@ class SplitDocuments:
 
     def _split_reader(self, reader_split: str) -> Iterator[tuple[str, Document]]:
         """Split the documents of a reader; stop when training has as many as ``options.documents``."""
-        options = self._options
-        valid_below, test_below = options.valid_fraction, options.valid_fraction + options.test_fraction
-        reader, remaining = self._readers[reader_split], options.documents
-        if reader_split == "valid" and options.test_from_valid:
-            reader_split, valid_below, test_below = "", 0.5, 1.0
-        for document in reader:
+        options, remaining = self._options, self._options.documents
+        for document in self._readers[reader_split]:
             if options.split_by == "part" and not options.valid:
                 yield from _cut(document, options.valid_fraction, options.test_fraction)
-                remaining = None if remaining is None else remaining - 1
+                is_training = True  # one of its parts
+            else:
+                split = self._assign_split(document, reader_split)
+                yield split, document
+                is_training = split == "train"
+            if remaining is not None and is_training:
+                remaining -= 1
                 if remaining == 0:
                     return
-                continue
-            number = unit_hash("split", options.seed, document.relative_path if self._by_path else document.digest)
-            split = reader_split or ("valid" if number < valid_below else "test" if number < test_below else "train")
-            yield split, document
-            if remaining is not None and split == "train":
-                remaining -= 1
-                if not remaining:
-                    return
+
+    def _assign_split(self, document: Document, reader_split: str) -> str:
+        """Return the split of a document: that of its files, or one that a hash of its text or path chooses."""
+        options = self._options
+        valid_share, test_share = options.valid_fraction, options.test_fraction
+        if reader_split == "valid" and options.test_from_valid:
+            valid_share = test_share = 0.5
+        elif reader_split != _UNSPLIT:
+            return reader_split
+        number = unit_hash("split", options.seed, document.relative_path if self._by_path else document.digest)
+        if number < valid_share:
+            return "valid"
+        return "test" if number < valid_share + test_share else "train"
 
     def _keep_first(self, documents: int) -> None:
         """Keep the files with the first training documents, so that no other file is read or downloaded."""
@@ -181,9 +199,10 @@ class SplitDocuments:
         if count < documents:
             self.available_documents = count
         else:
+            # The reader stops in the file with the last training document.
             reader.files = reader.files[: reader.files_started]
 
-    def _stamps(self) -> list[tuple[int, int]]:
+    def _file_stamps(self) -> list[tuple[int, int]]:
         """Return size and modification time of each file."""
         files = (file for reader in self._readers.values() for file in reader.files)
         return [((stat := file.local_path.stat()).st_size, stat.st_mtime_ns) for file in files]
@@ -194,7 +213,7 @@ class SplitDocuments:
         Raises:
             UserError: A file changed, so the passes may have read different texts.
         """
-        if self._stamps() != self._stamp:
+        if self._file_stamps() != self._first_stamps:
             raise UserError("the source files changed while they were read: run this again once they no longer change")
 
     def check_splits(self, documents: dict[str, int]) -> None:
@@ -228,29 +247,48 @@ class SplitDocuments:
         documents = [document for document in islice(reader, _MAX_FEW_DOCUMENTS + 1) if not document.blank]
         if len(documents) > _MAX_FEW_DOCUMENTS:
             return None
-        fractions = self._options.valid_fraction, self._options.test_fraction
         in_hash_order = sorted(documents, key=lambda document: unit_hash("few", self._options.seed, document.digest))
-        total = sum(document.characters for document in documents)
+        fitting = self._fitting_documents(in_hash_order)
+        if len(fitting) >= 2:
+            return self._hold_out(documents, fitting)
+        description = self._cut_few(documents)
+        return self._hold_out(documents, in_hash_order) if description is None else description
+
+    def _fitting_documents(self, documents: Sequence[Document]) -> list[Document]:
+        """Return the documents that are neither too short nor too long to be the valid or test split."""
+        fractions = self._options.valid_fraction, self._options.test_fraction
         smallest, largest = min(fractions) / 5, max(_MAX_SHARE, *fractions)
-        fitting = [d for d in in_hash_order if smallest <= d.characters / total <= largest]
-        cuts = [_cut(document, *fractions) for document in documents] if len(fitting) < 2 else []
-        if any(len(cut) > 1 for cut in cuts):
-            self._few = [piece for cut in cuts for piece in cut]
-            which = "each is" if all(len(cut) > 1 for cut in cuts) else "the long ones are"
-            percents = ", ".join(f"{100 * share:.3g} %" for share in (1 - sum(fractions), *fractions))
-            return (
-                f"too few documents to choose from ({len(documents)}): {which} cut into {percents} for "
-                f"{', '.join(SPLITS)}"
-            )
-        if len(fitting) < 2:
-            fitting = in_hash_order
+        total = sum(document.characters for document in documents)
+        return [document for document in documents if smallest <= document.characters / total <= largest]
+
+    def _cut_few(self, documents: Sequence[Document]) -> str | None:
+        """Cut each document that can be cut; return a line that describes the splits, or None if there is none."""
+        fractions = self._options.valid_fraction, self._options.test_fraction
+        cuts = [_cut(document, *fractions) for document in documents]
+        is_cut = [len(pieces) > 1 for pieces in cuts]
+        if not any(is_cut):
+            return None
+        self._few = [piece for pieces in cuts for piece in pieces]
+        which = "each is" if all(is_cut) else "the long ones are"
+        percents = ", ".join(f"{100 * share:.3g} %" for share in (1 - sum(fractions), *fractions))
+        return (
+            f"too few documents to choose from ({len(documents)}): {which} cut into {percents} for {', '.join(SPLITS)}"
+        )
+
+    def _hold_out(self, documents: Sequence[Document], candidates: Sequence[Document]) -> str | None:
+        """Make the first two candidates the valid and test split.
+
+        Returns:
+            A line that describes the splits, or None if no document would be left for training.
+        """
         if len(documents) < 3:
             return None
-        held_out = {id(fitting[0]): "valid", id(fitting[1]): "test"}
+        valid, test = candidates[:2]
+        held_out = {id(valid): "valid", id(test): "test"}  # by identity: documents may have equal texts
         self._few = [(held_out.get(id(document), "train"), document) for document in documents]
         return (
-            f"few documents ({len(documents)}): {fitting[0].relative_path} is the valid split, "
-            f"{fitting[1].relative_path} the test split"
+            f"few documents ({len(documents)}): {valid.relative_path} is the valid split, "
+            f"{test.relative_path} the test split"
         )
 
     def skipped(self) -> dict[str, int]:

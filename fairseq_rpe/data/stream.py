@@ -87,12 +87,20 @@ def group_pieces(pieces: Iterable[tuple[str, Piece]], size: int = PIECE) -> Iter
     yield from chunks.items()
 
 
-# (tokens,) token ids of a chunk, with BOS before each document if there are boundaries; and its counts of documents,
-# bytes, lines, words (between white space, and one for each line end), tokens and unknown tokens.
-Encoded = tuple[np.ndarray, Counter[str]]
+class EncodedChunk(NamedTuple):
+    """Pieces of one split as tokens.
+
+    Attributes:
+        ids: (tokens,) token ids, with BOS before each document if there are boundaries.
+        counts: Number of documents, bytes, lines, words, tokens and unknown tokens. A word is what white space
+            separates, and each line end counts as a word.
+    """
+
+    ids: np.ndarray
+    counts: Counter[str]
 
 
-def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = True) -> Encoded:
+def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = True) -> EncodedChunk:
     """Encode pieces of one split.
 
     Args:
@@ -101,7 +109,7 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
         boundaries: Put BOS before each document.
 
     Returns:
-        The (tokens,) ids and the counts.
+        The token ids and the counts.
     """
     ids, counts = [], Counter[str]()
     for piece in pieces:
@@ -114,14 +122,15 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
             documents=int(piece.first),
             bytes=len(content),
             lines=lines,
-            words=len(piece.text.split()) + lines - piece.in_word,
+            words=len(piece.text.split()) + lines - piece.in_word,  # a word in two pieces counts in the first one
             tokens=len(tokens) + boundary,
             unknown=int((tokens == UNK).sum()),
         )
-    return np.concatenate(ids), counts
+    return EncodedChunk(np.concatenate(ids), counts)
 
 
-_encode: Callable[[Sequence[Piece]], Encoded]
+# The encoder of a worker process, with its options.
+_encode: Callable[[Sequence[Piece]], EncodedChunk]
 
 
 def _start_worker(kind: str, folder: Path, boundaries: bool) -> None:
@@ -138,22 +147,34 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(pieces: Sequence[Piece], file: Path) -> Counter[str]:
-    """Encode into a file: a worker that is killed while it sends a long result would block the others for ever."""
+def _encode_to_file(pieces: Sequence[Piece], file: Path) -> Counter[str]:
+    """Write the ids of a chunk to a file and return its counts.
+
+    The ids are not returned: a worker that is killed while it sends a long result would block the others for ever.
+    """
     ids, counts = _encode(pieces)
     np.save(file, ids)
     return counts
 
 
-def _take(file: Path, counts: Counter[str]) -> Encoded:
-    ids = np.load(file)
-    file.unlink()
-    return ids, counts
+class _PendingChunk(NamedTuple):
+    """A chunk that a worker encodes into a file."""
+
+    split: str
+    file: Path
+    counts: Future[Counter[str]]
+
+    def take(self) -> tuple[str, EncodedChunk]:
+        """Wait for the worker, and return split and encoded chunk; the file is removed."""
+        counts = self.counts.result()
+        ids = np.load(self.file)
+        self.file.unlink()
+        return self.split, EncodedChunk(ids, counts)
 
 
 def encode_chunks(
     chunks: Iterable[tuple[str, list[Piece]]], kind: str, folder: Path, workers: int, boundaries: bool = True
-) -> Iterator[tuple[str, Encoded]]:
+) -> Iterator[tuple[str, EncodedChunk]]:
     """Encode chunks in parallel.
 
     Args:
@@ -174,7 +195,7 @@ def encode_chunks(
         for split, chunk in chunks:
             yield split, encode_chunk(encoder, chunk, boundaries)
         return
-    waiting: deque[tuple[str, Path, Future[Counter[str]]]] = deque()
+    waiting: deque[_PendingChunk] = deque()
     context, other_children = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     try:
         with (
@@ -185,12 +206,11 @@ def encode_chunks(
             try:
                 for number, (split, chunk) in enumerate(chunks):
                     file = Path(encoded, f"{number}.npy")
-                    waiting.append((split, file, pool.submit(_work, chunk, file)))
+                    waiting.append(_PendingChunk(split, file, pool.submit(_encode_to_file, chunk, file)))
                     if len(waiting) >= workers * _CHUNKS_PER_WORKER:
-                        name, file, future = waiting.popleft()
-                        yield name, _take(file, future.result())
-                for name, file, future in waiting:
-                    yield name, _take(file, future.result())
+                        yield waiting.popleft().take()
+                for pending in waiting:
+                    yield pending.take()
             except BrokenProcessPool:
                 # The pool ends the workers it knows, but waits for a worker that was being started.
                 for process in set(multiprocessing.active_children()) - other_children:
@@ -224,32 +244,42 @@ class SplitWriter:
         self._dtype = dtype
         self._bin = open(folder / f"{split}.bin", "wb")
         self._sizes = open(folder / f"{split}.sizes", "wb+")
-        # The BOS before the first document of the split is not written.
-        self._boundaries, self._leading_bos = boundaries, int(boundaries)
-        # Of the tokens added so far: the last one that is not a line end, and the last one.
-        self._last = np.full(2, BOS, dtype)
+        self._boundaries = boundaries
+        self._skips_bos = boundaries  # the BOS before the first document of the split is not written
+        self._last_token = self._last_word_token = BOS  # the latter is no line end; BOS as if a document had just begun
         self._open_tokens = 0  # of the last item, which may continue in the next chunk
 
-    def add(self, encoded: Encoded) -> None:
+    def add(self, encoded: EncodedChunk) -> None:
         """Append a chunk."""
-        tokens = np.concatenate((self._last, encoded[0][self._leading_bos :]))  # (2 + tokens of the chunk,)
-        self.counts.update(encoded[1])
-        self.counts["tokens"] -= self._leading_bos
-        self._leading_bos = 0
-        # For each token, the last token up to it that is not a line end.
-        last_words = tokens[np.maximum.accumulate(np.where(tokens == EOS, 0, np.arange(len(tokens))))]
-        ids, before = tokens[2:], tokens[1:-1]
-        starts = before == EOS
-        if self._boundaries:
-            starts &= (ids != EOS) & (last_words[1:-1] != BOS)
-        # Items begin after a line end and around a boundary, which is written as an EOS of its own.
-        begins = np.flatnonzero(starts | (before == BOS) | (ids == BOS))
-        self._last = np.array([last_words[-1], tokens[-1]])
+        ids = encoded.ids
+        self.counts.update(encoded.counts)
+        if self._skips_bos:
+            ids = ids[1:]
+            self.counts["tokens"] -= 1
+            self._skips_bos = False
+        begins = self._item_begins(ids)
+        # A document boundary is stored as an EOS, which is an item by itself.
         self._bin.write(np.where(ids == BOS, EOS, ids).astype(self._dtype).tobytes())
         if len(begins):
+            # The first size is that of the open item, whose first token is `_open_tokens` before this chunk.
             self._write_sizes(np.diff(begins, prepend=-self._open_tokens))
             self._open_tokens = -int(begins[-1])
         self._open_tokens += len(ids)
+
+    def _item_begins(self, ids: np.ndarray) -> np.ndarray:
+        """Return the indices of the tokens of a chunk with which an item begins, and remember its last tokens."""
+        # Two tokens from before the chunk: the last one that is no line end, and the last one.
+        before = np.array([self._last_word_token, self._last_token], ids.dtype)
+        tokens = np.concatenate((before, ids))  # (2 + tokens of the chunk,)
+        # For each token, the last one up to it that is no line end.
+        word_tokens = tokens[np.maximum.accumulate(np.where(tokens == EOS, 0, np.arange(len(tokens))))]
+        self._last_word_token, self._last_token = int(word_tokens[-1]), int(tokens[-1])
+        previous, previous_word = tokens[1:-1], word_tokens[1:-1]  # for each token of the chunk
+        after_line = previous == EOS
+        if self._boundaries:
+            # An empty line belongs to the item before it, or to the first item of a document.
+            after_line &= (ids != EOS) & (previous_word != BOS)
+        return np.flatnonzero(after_line | (previous == BOS) | (ids == BOS))
 
     def _write_sizes(self, sizes: np.ndarray) -> None:
         self._sizes.write(sizes[sizes > 0].astype("<i4").tobytes())
@@ -257,10 +287,10 @@ class SplitWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, error_type: object, *_: object) -> None:
         self._bin.close()
         with self._sizes:
-            if kind is None:
+            if error_type is None:
                 self._write_sizes(np.array([self._open_tokens]))
                 write_index(self._path, self._sizes, self._dtype)
         Path(self._sizes.name).unlink()

@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import regex
@@ -219,18 +219,25 @@ def _read_gpt2_vocabulary(folder: Path) -> dict[str, int]:
     return numbers
 
 
-def load_gpt2(
-    folder: Path, symbols: Sequence[str]
-) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], bytes]]:
+class Gpt2Bpe(NamedTuple):
+    """GPT-2's byte-level BPE over a fairseq dictionary.
+
+    Attributes:
+        spell: Returns the ids of a word, as :data:`PATTERN` finds it. Raises UserError if merges and vocabulary do not
+            match.
+        decode: Returns the bytes of ids.
+    """
+
+    spell: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], bytes]
+
+
+def load_gpt2(folder: Path, symbols: Sequence[str]) -> Gpt2Bpe:
     """Load GPT-2's byte-level BPE (Radford et al. 2019) from the package tokenizers.
 
     Args:
         folder: Folder of the vocabulary.
         symbols: Symbols of the dictionary; GPT-2's ids are decimal numbers among them.
-
-    Returns:
-        A function from a word, as :data:`PATTERN` finds it, to its ids in the dictionary, and one from ids to bytes.
-        The first one raises UserError if merges and vocabulary do not match.
 
     Raises:
         UserError: The vocabulary is damaged or does not match the dictionary, or the package is missing.
@@ -259,7 +266,10 @@ def load_gpt2(
             raise UserError(f"GPT-2's BPE changes {word[:40]!r}: {problem}")
         return [dictionary_ids[number] for number in numbers]
 
-    return spell, lambda ids: tokenizer.decode([gpt2_ids[i] for i in ids if i in gpt2_ids]).encode()
+    def decode(ids: Sequence[int]) -> bytes:
+        return tokenizer.decode([gpt2_ids[i] for i in ids if i in gpt2_ids]).encode()
+
+    return Gpt2Bpe(spell, decode)
 
 
 BOS, EOS, UNK = (FAIRSEQ_SPECIALS.index(symbol) for symbol in ("<s>", "</s>", "<unk>"))
@@ -319,11 +329,20 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
     """
     symbols = read_dictionary(folder / "dict.txt")
     if kind == "words":
-        # A special symbol in a text is an unknown word; <unk> itself, as WikiText has it, is UNK either way.
-        word_ids = {word: i for i, word in enumerate(symbols) if word not in FAIRSEQ_SPECIALS}
-        return Encoder(len(symbols), re.compile(r"\n|\S+").findall, lambda word: (word_ids.get(word, UNK),))
+        return _words_encoder(symbols)
     if kind == "gpt2":
-        return Encoder(len(symbols), PATTERN.findall, load_gpt2(folder, symbols)[0])
+        return Encoder(len(symbols), PATTERN.findall, load_gpt2(folder, symbols).spell)
+    return _bpe_encoder(folder, symbols)
+
+
+def _words_encoder(symbols: Sequence[str]) -> Encoder:
+    # A special symbol in a text is an unknown word; <unk> itself, as WikiText has it, is UNK either way.
+    word_ids = {word: i for i, word in enumerate(symbols) if word not in FAIRSEQ_SPECIALS}
+    return Encoder(len(symbols), re.compile(r"\n|\S+").findall, lambda word: (word_ids.get(word, UNK),))
+
+
+def _bpe_encoder(folder: Path, symbols: Sequence[str]) -> Encoder:
+    """Load the encoder of a sentencepiece model, after checking that no piece joins two words."""
     tokenizer = Tokenizer.load(folder / "spm.model")
     if [*FAIRSEQ_SPECIALS, *tokenizer.symbols] != symbols:
         raise UserError(f"{folder}/dict.txt is not of the same corpus as its spm.model: take both from one folder")
@@ -339,6 +358,7 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
         segments = split_reserved(text)
         if len(segments) == 1:
             return findall(text)
+        # re.split with a group alternates: text, reserved symbols, text, ...
         return [word for i, segment in enumerate(segments) for word in ([segment] if i % 2 else findall(segment))]
 
     def spell(word: str) -> list[int]:
@@ -356,7 +376,7 @@ def _word_pattern(pieces: Sequence[str], *patterns: re.Pattern[str]) -> re.Patte
 
 
 def load_decoder(kind: str, folder: Path) -> Callable[[Sequence[int]], bytes]:
-    """Load the decoder of a prepared corpus: from token ids to bytes.
+    """Load the decoder of a prepared corpus, a function from token ids to bytes.
 
     Args:
         kind: ``bpe`` (sentencepiece), ``gpt2`` or ``words``; decoded words have a space after each word.
@@ -364,6 +384,6 @@ def load_decoder(kind: str, folder: Path) -> Callable[[Sequence[int]], bytes]:
     """
     symbols = read_dictionary(folder / "dict.txt")
     if kind == "gpt2":
-        return load_gpt2(folder, symbols)[1]
+        return load_gpt2(folder, symbols).decode
     table = [symbol_bytes(s) if kind == "bpe" or s in FAIRSEQ_SPECIALS else s.encode() + b" " for s in symbols]
     return lambda ids: b"".join(map(table.__getitem__, ids))

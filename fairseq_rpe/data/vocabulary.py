@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import count, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import (
@@ -30,7 +31,8 @@ _PADDING = 8  # the size of a fairseq dictionary is a multiple of it
 class BpeLearner:
     """Learns ``spm.model``, a byte-exact sentencepiece BPE, from pieces of the text that are sampled by their hash.
 
-    The sample depends on the text only. When it exceeds ``sample_bytes`` characters, the limit for hashes is halved.
+    The sample depends on the text only. When the sample exceeds ``sample_bytes`` characters, the limit for hashes is
+    halved.
 
     Args:
         vocab_size: Symbols of the dictionary, special symbols included.
@@ -91,12 +93,21 @@ class WordLearner:
             words = words[: self._vocab_size - len(FAIRSEQ_SPECIALS)]
         word_set = set(words)
         unused = (symbol for i in count() if (symbol := f"madeupword{i:04d}") not in word_set)
-        words += islice(unused, -(len(words) + len(FAIRSEQ_SPECIALS)) % _PADDING)
+        num_symbols = len(words) + len(FAIRSEQ_SPECIALS)
+        words += islice(unused, -num_symbols % _PADDING)  # up to the next multiple of _PADDING
         write_dictionary(folder / "dict.txt", words)
 
 
-# Kind of the tokenizer, a key of VOCABULARY_FILES, and the path of each file by its name in a prepared corpus.
-VocabularyFiles = tuple[str, dict[str, Path]]
+class VocabularyFiles(NamedTuple):
+    """The files of an existing vocabulary.
+
+    Attributes:
+        kind: Kind of the tokenizer, a key of ``VOCABULARY_FILES``.
+        paths: Path of each file, by its name in a prepared corpus.
+    """
+
+    kind: str
+    paths: dict[str, Path]
 
 
 def find_vocabulary(corpus: Path | None, gpt2: Path | None) -> VocabularyFiles | None:
@@ -107,13 +118,13 @@ def find_vocabulary(corpus: Path | None, gpt2: Path | None) -> VocabularyFiles |
         gpt2: A folder with GPT-2's vocabulary, or None; ``dict.txt`` is optional there.
 
     Returns:
-        Kind and files, or None if both arguments are None.
+        The files, or None if both arguments are None.
 
     Raises:
         UserError: A file is missing or damaged.
     """
     if gpt2 is not None:
-        return "gpt2", find_gpt2_files(gpt2)
+        return VocabularyFiles("gpt2", find_gpt2_files(gpt2))
     if corpus is None:
         return None
     manifest = read_manifest(corpus)
@@ -126,4 +137,4 @@ def find_vocabulary(corpus: Path | None, gpt2: Path | None) -> VocabularyFiles |
             raise UserError(f"--vocab-from {corpus} has no {name}: prepare it again")
     read_dictionary(files["dict.txt"])
     check_file_digests(corpus, files)
-    return kind, files
+    return VocabularyFiles(kind, files)

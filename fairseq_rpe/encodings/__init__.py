@@ -4,6 +4,8 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from fairseq_rpe.core.arguments import check_count, check_text, check_texts, describe_value
@@ -59,7 +61,7 @@ __all__ = [
     "positive",
     "register",
 ]
-_loaded: dict[str, str] = {}
+_loaded: dict[str, str] = {}  # absolute path of each file that was run -> digest of its contents
 
 names, describe, normalise = registry.names, registry.describe, registry.normalise
 
@@ -128,21 +130,37 @@ def load_module(path: str | Path) -> None:
     if spec is None or spec.loader is None:
         raise UserError(f"--rpe-module {path}: not a Python file (its name must end in .py)")
     before = set(registry.names())
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
-        line = _line_in(error, str(file))
-        what = f"it ends Python ({error})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-        raise UserError(f"--rpe-module {path}{line}: {what}; fix that file".replace("\n", " ")) from error
+    _execute_module(path, file, spec, spec.loader)
     if set(registry.names()) == before:
         raise UserError(f"--rpe-module {path}: registers no encoding; decorate its class with @register('name')")
     _loaded[str(file)] = digest
 
 
+def _execute_module(path: str | Path, file: Path, spec: ModuleSpec, loader: Loader) -> None:
+    """Run a user's Python file as a module; report an error in it with its line.
+
+    Args:
+        path: the file as the user names it, for messages.
+        file: its absolute path.
+        spec: specification of the module, with a name of its own, so that it replaces no other module.
+        loader: loader of ``spec``.
+
+    Raises:
+        UserError: the file raises an exception or ends Python.
+    """
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look modules up there
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        line = _line_in(error, str(file))
+        what = f"it ends Python ({error})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        raise UserError(f"--rpe-module {path}{line}: {what}; fix that file".replace("\n", " ")) from error
+
+
 def _line_in(error: BaseException, file: str) -> str:
+    """Return ``, line N`` for the last line of ``file`` in the traceback of an error, or "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f", line {error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Absolute, Encoding, register
 
 
-@register("nope")
+@register("nope", colour="black", marker="o")
 class NoPE(Encoding):
     """No positional encoding: only the causal mask gives information about order.
 
@@ -21,12 +22,14 @@ class NoPE(Encoding):
 
     formula = "0"
     paper = "Haviv et al. 2022 (arXiv 2203.16634); Kazemnejad et al. 2023 (arXiv 2305.19466)"
+    family = "no positions"
+    dape_base = True
     sharing_modes = ("model",)
     position_type = "none"
     bounded_reason = "every distance weighs the same"
 
 
-@register("sinusoidal")
+@register("sinusoidal", colour="blue", marker="o")
 class Sinusoidal(Absolute):
     """Fixed sinusoids (C,) added at the input (Vaswani et al. 2017, arXiv 1706.03762, Section 3.5).
 
@@ -64,7 +67,7 @@ class Sinusoidal(Absolute):
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.width]
 
 
-@register("learned")
+@register("learned", colour="blue", marker="^")
 class Learned(Absolute):
     """A learned vector per position, table (N, C), added at the input (Gehring et al. 2017, arXiv 1705.03122).
 
@@ -81,9 +84,14 @@ class Learned(Absolute):
     paper = "Gehring et al. 2017 (arXiv 1705.03122)"
     position_type = "whole"
 
+    @classmethod
+    def position_limit(cls, config: Any, length: int | None) -> int | None:
+        """Return the number of rows of the table."""
+        return config.max_positions or length
+
     def setup(self) -> None:
         """Check the options and create the parameters."""
-        rows = self.config.max_positions or self.length
+        rows = self.position_limit(self.config, self.length)
         if not rows:
             raise UserError("'learned' needs a table size: give max_positions=N or a training length")
         if self.length and rows < self.length:

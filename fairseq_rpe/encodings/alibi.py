@@ -29,7 +29,7 @@ def slopes(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(alibi_slopes(heads), dtype=dtype, device=device)
 
 
-@register("alibi")
+@register("alibi", colour="vermilion", marker="s")
 class Alibi(DistanceBias):
     """Linear penalty -k_h·d with a fixed slope per head (Press et al. 2022, arXiv 2108.12409, Section 3).
 
@@ -39,6 +39,7 @@ class Alibi(DistanceBias):
 
     formula = "-k_h·d,  k_h = 2^(-8h/H)"
     paper = "Press, Smith, Lewis 2022 (arXiv 2108.12409)"
+    dape_base = True
 
     def head_parameters(self, like: Tensor) -> tuple[Tensor, ...]:
         """Return the slopes k (H,)."""

@@ -39,14 +39,16 @@ class SinkRope(RegionRope):
         """Restrict a region of far pairs to keys that are first tokens."""
         sinks = self.config.sinks
 
-        def keys(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        def key_range(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
             low, high = region.key_range(first, last)
             return low, high.clamp_max(sinks - 1)
 
-        return RotationRegion(region.q, region.k, lambda i, j: region.covers(i, j) & (j < sinks), keys)
+        return RotationRegion(
+            region.q, region.k, covers=lambda i, j: region.covers(i, j) & (j < sinks), key_range=key_range
+        )
 
 
-@register("lm_infinite")
+@register("lm_infinite", colour="blue", marker="<")
 class LMInfinite(SinkRope):
     """LM-Infinite (Han et al. 2023, arXiv 2308.16137): a Λ-shaped mask and a largest distance.
 
@@ -75,34 +77,30 @@ class LMInfinite(SinkRope):
         self.max_distance = self.config.max_distance or self.window
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
-        """Return the regions of pairs with their rotary positions."""
+        """Return the regions of pairs, each with its rotary positions."""
         window, max_distance = self.window, self.max_distance
-        inner = min(window, max_distance)
-        clipped = shared_position(max_distance, pos.q), shared_position(0, pos.k)
-        regions = [near_region(pos, inner)]
-        if inner < window:  # in the window, d > M: ρ = M
-            regions.append(
-                RotationRegion(
-                    *clipped,
-                    lambda i, j: (i - j >= inner) & (i - j < window),
-                    lambda first, last: (first - window, last - inner),
-                )
-            )
-        if window < max_distance:  # first tokens outside the window, d < M: ρ = d
-            regions.append(
-                self._sink_region(
-                    RotationRegion(
-                        pos.q,
-                        pos.k,
-                        lambda i, j: (i - j >= window) & (i - j < max_distance),
-                        lambda first, last: (first - max_distance, last - window),
-                    )
-                )
-            )
-        return *regions, self._sink_region(far_region(*clipped, max(window, max_distance)))
+        unclipped = min(window, max_distance)  # keys nearer than this are in the window, at ρ = d
+        at_largest = shared_position(max_distance, pos.q), shared_position(0, pos.k)  # ρ = M
+        regions = [near_region(pos, unclipped)]
+        if max_distance < window:  # the rest of the window: ρ = M
+            regions.append(_band_region(*at_largest, unclipped, window))
+        if window < max_distance:  # first tokens outside the window, but nearer than M: ρ = d
+            regions.append(self._sink_region(_band_region(pos.q, pos.k, window, max_distance)))
+        # first tokens outside the window from M on: ρ = M
+        return *regions, self._sink_region(far_region(*at_largest, max(window, max_distance)))
 
 
-@register("streaming_llm")
+def _band_region(q: Tensor, k: Tensor, low: int, high: int) -> RotationRegion:
+    """Return the region of pairs with ``low`` <= d < ``high``, rotated at positions ``q`` and ``k``."""
+    return RotationRegion(
+        q,
+        k,
+        covers=lambda i, j: (i - j >= low) & (i - j < high),
+        key_range=lambda first, last: (first - high, last - low),
+    )
+
+
+@register("streaming_llm", colour="vermilion", marker="D")
 class StreamingLLM(SinkRope):
     """StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): a KV cache of the first and the nearest tokens.
 
@@ -136,6 +134,6 @@ class StreamingLLM(SinkRope):
         self.window = self.resolve_length("recent", lambda length: length - sinks)
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
-        """Return the regions of pairs with their rotary positions."""
+        """Return the regions of pairs, each with its rotary positions."""
         last = pos.q.clamp_max(self.config.sinks + self.window - 1)
         return near_region(pos, self.window), self._sink_region(far_region(last, pos.k, self.window))

@@ -17,6 +17,17 @@ from fairseq_rpe.core.tensors import check_embedding_input
 from fairseq_rpe.encodings.interface import EncodingInterface
 
 _WIDE = (torch.float32, torch.float64)
+# families of encodings, with what their encodings do
+FAMILIES = {
+    "bias of the distance": "adds a function of the distance to each attention score",
+    "bias of both positions": "adds a function of the positions of query and key",
+    "bias that depends on the content": "adds what queries, keys or tokens decide",
+    "rotation of queries and keys (RoPE)": "rotates pairs of elements by an angle of the position",
+    "RoPE on longer texts, without training": "remaps relative positions to those seen in training",
+    "segments": "encodes positions within and between segments of the text",
+    "vectors at the input": "adds a vector, or multiplies by a phase, before or in the layers",
+    "no positions": "causal attention without an encoding",
+}
 _SMALL_TABLE = 1 << 16  # distances; the time to compute a table of this size is negligible
 
 
@@ -33,18 +44,22 @@ class Encoding(EncodingInterface):
     Attributes:
         formula: mathematical formula of the encoding in one line, shown by ``fairseq-rpe list``.
         paper: authors, year and arXiv number of the paper in one line, shown by ``fairseq-rpe list``.
+        family: key of :data:`FAMILIES`, by which the table of encodings is ordered; base classes set it.
+        figure_options: options of the spec with which figures of all encodings draw it, such as ``window=64``.
+        dape_base: whether ``dape`` can adjust the bias of this encoding, at the default options.
         sharing_modes: possible ways to share parameters, the default first: "model", one set for all layers, or
             "layer", one set for each layer.
         max_queries_per_call: function of (positions, dtype) that returns how many queries ``rotate`` can process in
             one call; None if the number is not limited.
-        position_type: "any", "whole" if fractional positions have no meaning, "none" if positions are not read.
-        length_dependent: whether the encoding depends on the length of the whole row; trailing padding must then not
-            count.
+        position_type: "any"; "whole" if fractional positions have no meaning; "none" if positions are not used.
+        length_dependent: whether the encoding depends on the length of the whole row; padding at the end is then
+            excluded from the length.
         fixed_rotation: whether a rotated key depends only on the key and its own position, not on other tokens; a KV
             cache may then store rotated keys. False, the default, is always correct: keys are rotated on every read.
         needs_token_ids: whether the encoding uses the ids of the tokens, ``Positions.tokens``.
-        bounded_reason: why scores without an additive bias, or with a content-dependent one, are bounded.
-        dependence: how a content-dependent bias without a bound behaves, in one sentence.
+        bounded_reason: reason why scores are bounded, for encodings without an additive bias or with a
+            content-dependent bias; "" if no reason is known.
+        dependence: one sentence on the size of a content-dependent bias that has no bound.
         changes_base: whether a RoPE base other than the trained model's is intended, as a method of context extension;
             for other encodings it is a mistake and refused.
 
@@ -58,6 +73,9 @@ class Encoding(EncodingInterface):
 
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
+    family: ClassVar[str] = ""
+    figure_options: ClassVar[str] = ""
+    dape_base: ClassVar[bool] = False
     sharing_modes: ClassVar[tuple[str, ...]] = ("model", "layer")
     max_queries_per_call: Callable[[Positions, torch.dtype], int] | None = None
     length_dependent: bool = False
@@ -85,7 +103,7 @@ class Encoding(EncodingInterface):
         """Return the options that describe the rotation with which a model's weights were trained.
 
         If the encoding replaces that of a trained model, an option that the spec does not set takes the model's value.
-        An encoding without such options has a fixed rotation, or none.
+        An encoding without such options has a fixed rotation, or does not rotate.
 
         Args:
             config: an instance of ``Config``.
@@ -100,6 +118,16 @@ class Encoding(EncodingInterface):
     def rotation_scaling(cls, config: Any) -> str:
         """Return the name of the scaling of the rotation's frequencies, or "" if they are not scaled."""
         return ""
+
+    @classmethod
+    def position_limit(cls, config: Any, length: int | None) -> int | None:
+        """Return the length in tokens of the longest row that the encoding can process, or None for no limit.
+
+        Args:
+            config: an instance of ``Config``.
+            length: training length in tokens, or None if unknown.
+        """
+        return None
 
     @property
     def is_distance_bias(self) -> bool:
@@ -195,9 +223,12 @@ def is_sparse(pos: Positions, distances: int) -> bool:
 class DistanceBias(Encoding):
     """Base class of additive biases that depend on the distance alone. Implement ``bias``.
 
-    Alternatively implement ``head_bias`` and, if it has parameters, ``head_parameters``: the same bias for one head. A
-    GPU kernel then evaluates it for every pair if positions are not evenly spaced, where a table is not possible.
+    Alternatively implement ``head_bias``, the same bias for one head, and, if it has parameters, ``head_parameters``.
+    Positions that are not evenly spaced allow no table of distances; a GPU kernel then evaluates ``head_bias`` for
+    every pair.
     """
+
+    family = "bias of the distance"
 
     def bias(self, d: Tensor) -> Tensor:
         """Return the log-bias of each head at the given distances.
@@ -224,14 +255,13 @@ class DistanceBias(Encoding):
         return type(self).position_bias is DistanceBias.position_bias and not self.length_dependent
 
     def position_bias(self, pos: Positions) -> Bias:
-        """Return the bias as a table of distances, or evaluated for every pair of sparse positions."""
+        """Return the bias as a table of distances, or for every pair if a table is impossible or too large."""
         if pos.step is None or is_sparse(pos, distances := count_distances(pos, pos.step)):
             if type(self).bias is DistanceBias.bias:
                 return PointwiseBias(self._pairwise, scalar_fn=self._pointwise, parameters=self.head_parameters(pos.k))
             return PairBias(self._pairwise)
-        return ToeplitzBias(
-            self.bias(torch.arange(distances, device=pos.k.device, dtype=pos.k.dtype) * pos.step), 0, pos.step
-        )
+        d = torch.arange(distances, device=pos.k.device, dtype=pos.k.dtype) * pos.step  # (R,)
+        return ToeplitzBias(self.bias(d), step=pos.step)
 
     def _pairwise(self, i: Tensor, j: Tensor) -> Tensor:
         """Return the bias (B or 1, H, n, m) of all pairs of positions i (B or 1, n) and j (B or 1, m)."""
@@ -245,6 +275,8 @@ class DistanceBias(Encoding):
 
 class PairwiseBias(Encoding):
     """Base class of additive biases that depend on both positions. Implement ``bias``."""
+
+    family = "bias of both positions"
 
     def bias(self, i: Tensor, j: Tensor) -> Tensor:
         """Return the log-bias of every pair of positions.
@@ -266,6 +298,7 @@ class PairwiseBias(Encoding):
 class Absolute(Encoding):
     """Base class of encodings that add a vector per position once, at the input. Implement ``vectors``."""
 
+    family = "vectors at the input"
     sharing_modes = ("model",)
     bounded_reason = "positions enter at the input, and scores of bounded vectors are bounded"
 
@@ -284,7 +317,7 @@ CosSin = tuple[Tensor, Tensor, Tensor | None]
 
 
 class _CachedCosSin(NamedTuple):
-    """Result of ``Rotary._cos_sin`` for the tensor ``at`` and the object ``pos`` themselves, not for equal ones."""
+    """Result of ``Rotary._cos_sin`` for the objects ``at`` and ``pos``; equal ones do not count."""
 
     at: Tensor
     pos: Positions
@@ -292,7 +325,7 @@ class _CachedCosSin(NamedTuple):
 
 
 class _CachedAngles(NamedTuple):
-    """Result of ``Rotary.angles`` for the tensor ``at`` and the object ``pos`` themselves, not for equal ones."""
+    """Result of ``Rotary.angles`` for the objects ``at`` and ``pos``; equal ones do not count."""
 
     at: Tensor
     pos: Positions
@@ -306,8 +339,8 @@ class Rotary(Encoding):
     D - 2P elements pass through. Angles, cos, sin and products are computed in float32 or float64 for any dtype of x;
     only the result is cast.
 
-    Options named ``base``, ``rotary_fraction`` and ``interleaved`` default to those of the trained model that the
-    encoding is used in; see ``rotation_options``.
+    Options named ``rotary_fraction`` and ``interleaved`` set the attributes of these names. If the encoding replaces
+    that of a trained model, these options and ``base`` default to the values of the model; see ``rotation_options``.
 
     Attributes:
         interleaved: rotate pairs (2s, 2s + 1) instead of (s, s + P).
@@ -316,6 +349,7 @@ class Rotary(Encoding):
         rotated: 2P, set by ``setup``.
     """
 
+    family = "rotation of queries and keys (RoPE)"
     sharing_modes = ("model",)
     bounded_reason = "rotated queries and keys of bounded norm have bounded scores"
     interleaved: bool = False
@@ -329,7 +363,15 @@ class Rotary(Encoding):
         return {key: key for key in ("base", "rotary_fraction", "interleaved") if key in names}
 
     def setup(self) -> None:
-        """Compute the rotated width and initialise the caches; subclasses set ``rotary_fraction`` first."""
+        """Take attributes from the options of the same names, and compute the rotated width.
+
+        Raises:
+            UserError: the rotated width is not an even number of at least 2 elements.
+        """
+        # a subclass may also set these attributes itself before it calls this
+        for name in ("interleaved", "rotary_fraction"):
+            if hasattr(self.config, name) and name not in vars(self):
+                setattr(self, name, getattr(self.config, name))
         self._cos_sin_cache: dict[bool, _CachedCosSin] = {}  # by ``key``: one of queries and one of keys
         self._angle_cache: _CachedAngles | None = None
         head = self.width // self.heads
@@ -357,18 +399,14 @@ class Rotary(Encoding):
 
     def _rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None) -> Tensor:
         """Rotate x (B, H, n, D); cos and sin as ``_cos_sin`` returns them, ``scale`` of elements that pass through."""
-        rotated = cos.shape[-1]
-        if not self.interleaved and rotated == x.shape[-1] and x.dtype == cos.dtype:
+        rotated = cos.shape[-1]  # 2P
+        is_plain = rotated == x.shape[-1] and x.dtype == cos.dtype  # the whole head, without a cast
+        if is_plain and not self.interleaved:
             # fewer operations: sin has the signs (-, +), so rolling by half a head aligns the pair's other element
-            return (x * cos + x.roll(rotated // 2, -1) * sin).to(x.dtype)
-        cos, sin = cos[..., : rotated // 2], sin[..., rotated // 2 :]  # (B or 1, 1, n, P), both positive
-        if self.interleaved and rotated == x.shape[-1] and x.dtype == cos.dtype and x.device.type == "cpu":
-            # view_as_complex needs even strides and an even offset; complex products are fastest on a CPU
-            even = x.stride(-1) == 1 and not any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset()))
-            pairs = torch.view_as_complex(
-                (x if even else x.clone(memory_format=torch.contiguous_format)).unflatten(-1, (-1, 2))
-            )  # (B, H, n, P) complex
-            return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+            return x * cos + x.roll(rotated // 2, -1) * sin
+        cos, sin = cos[..., : rotated // 2], sin[..., rotated // 2 :]  # (B or 1, 1, n, P), both without signs
+        if is_plain and self.interleaved and x.device.type == "cpu":
+            return _rotate_complex(x, cos, sin)
         passed = x[..., rotated:] if scale is None else x[..., rotated:] * scale  # (B, H, n, D - 2P)
         if self.interleaved:
             a, b = x[..., 0:rotated:2], x[..., 1:rotated:2]  # (B, H, n, P) each
@@ -381,7 +419,7 @@ class Rotary(Encoding):
     def _cos_sin(self, at: Tensor, pos: Positions, key: bool) -> CosSin:
         """Return cos (repeated for both elements of a pair), sin with signs (-, +), and the scale of other elements.
 
-        All layers of a forward pass share them: they are cached for the objects ``at`` and ``pos``.
+        All layers of a forward pass share the result, which is cached for the objects ``at`` and ``pos``.
 
         Args:
             at: (B or 1, n) positions for which queries or keys are rotated.
@@ -392,9 +430,10 @@ class Rotary(Encoding):
         if cached is None or cached.at is not at or cached.pos is not pos:
             float_at = at if at.is_floating_point() else at.to(torch.float32)
             # queries and keys at the same positions share the angles, but not the amplitude
-            if self._angle_cache is None or self._angle_cache.at is not at or self._angle_cache.pos is not pos:
-                self._angle_cache = _CachedAngles(at, pos, self.angles(float_at, pos))
-            cos_sin = self._cos_sin_of_angles(self._angle_cache.angles, float_at, pos, key)
+            angles = self._angle_cache
+            if angles is None or angles.at is not at or angles.pos is not pos:
+                angles = self._angle_cache = _CachedAngles(at, pos, self.angles(float_at, pos))
+            cos_sin = self._cos_sin_of_angles(angles.angles, float_at, pos, key)
             cached = self._cos_sin_cache[key] = _CachedCosSin(at, pos, cos_sin)
         return cached.cos_sin
 
@@ -406,3 +445,12 @@ class Rotary(Encoding):
             cos, sin = cos * amplitude, sin * amplitude
             scale = amplitude[:, None] if self.scale_whole_head else None
         return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None], scale
+
+
+def _rotate_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (2s, 2s + 1) of x (B, H, n, 2P) as complex numbers, which is fastest on a CPU; same shape."""
+    # view_as_complex needs even strides and an even offset
+    is_even = x.stride(-1) == 1 and not any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset()))
+    x = x if is_even else x.clone(memory_format=torch.contiguous_format)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # (B, H, n, P) complex
+    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)

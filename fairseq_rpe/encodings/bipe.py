@@ -66,15 +66,16 @@ def segment_delimiter_ids(names: Sequence[str], symbols: Sequence[str]) -> list[
         is_sign = not any(letter.isalnum() for letter in name)
         matches = {i for i, symbol in enumerate(symbols) if symbol == name or (is_sign and symbol.endswith(name))}
         if not matches:
+            relation = "is or ends in" if is_sign else "is"
             raise UserError(
-                f"'bipe:segment_delimiters={'+'.join(names)}': no symbol of the dictionary is "
-                f"{'or ends in ' * is_sign}'{name}': name symbols that end a segment, as segment_delimiters=</s>+."
+                f"'bipe:segment_delimiters={'+'.join(names)}': no symbol of the dictionary {relation} '{name}': name "
+                "symbols that end a segment, as segment_delimiters=</s>+."
             )
         ids |= matches
     return sorted(ids)
 
 
-@register("bipe")
+@register("bipe", colour="sky blue", marker="P")
 class Bipe(Encoding):
     """BiPE (He et al. 2024, arXiv 2401.16421): intra-segment vectors at the input, inter-segment RoPE or ALiBi.
 
@@ -105,6 +106,7 @@ class Bipe(Encoding):
 
     formula = "x + table[index in segment];  rope by n_i, or -96·k_h·(n_i - n_j),  n: index of the segment"
     paper = "He et al. 2024 (arXiv 2401.16421)"
+    family = "segments"
     sharing_modes = ("model",)
     position_type = "none"
     needs_token_ids = True
@@ -119,10 +121,7 @@ class Bipe(Encoding):
     def setup(self) -> None:
         """Check the options and create the parameters."""
         cfg = self.config
-        unused = (("factor",) if cfg.inter == "rope" else ("base",)) + ("max_intra",) * (cfg.intra == "sinusoidal")
-        for f in fields(cfg):
-            if f.name in unused and getattr(cfg, f.name) != f.default:
-                raise UserError(f"'bipe:inter={cfg.inter},intra={cfg.intra}' does not read {f.name}: leave it out")
+        self._refuse_unused_options()
         if cfg.inter == "rope":
             self.inter: Encoding = Rope(Rope.Config(base=cfg.base), self.heads, self.width)
         else:
@@ -132,14 +131,24 @@ class Bipe(Encoding):
                 "the bias falls by a constant k for each segment: Σ exp(bias) is at most m/(1 - e^-k) if no segment "
                 "has more than m tokens, and grows with the length of the longest segment"
             )
+        self.table: nn.Parameter | None = None
         if cfg.intra == "learned":
-            self.table: nn.Parameter | None = nn.Parameter(torch.randn(cfg.max_intra, self.width) * 0.02)
+            self.table = nn.Parameter(torch.randn(cfg.max_intra, self.width) * 0.02)
         else:
-            self.table = None
             self.waves = Sinusoidal(Sinusoidal.Config(), self.heads, self.width)
         names = [name for name in cfg.segment_delimiters.split("+") if name]
         ids = [] if self.symbols is None else segment_delimiter_ids(names, self.symbols)
         self.register_buffer("ends", torch.tensor(ids, dtype=torch.int64))
+
+    def _refuse_unused_options(self) -> None:
+        """Refuse an option that was set but has no effect in combination with the others."""
+        cfg = self.config
+        unused = ["factor" if cfg.inter == "rope" else "base"]
+        if cfg.intra == "sinusoidal":
+            unused.append("max_intra")
+        for f in fields(cfg):
+            if f.name in unused and getattr(cfg, f.name) != f.default:
+                raise UserError(f"'bipe:inter={cfg.inter},intra={cfg.intra}' does not read {f.name}: leave it out")
 
     def segments_and_offsets(self, pos: Positions) -> tuple[Tensor, Tensor]:
         """Return the segment of each token and its index within the segment, as :func:`count_segments` does."""

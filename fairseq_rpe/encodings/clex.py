@@ -19,7 +19,7 @@ from fairseq_rpe.encodings.rope import current_length
 MAX_INV_FREQ = 1e22  # radians per token: float32 holds its product with any whole position that float64 can count
 
 
-@register("clex")
+@register("clex", colour="sky blue", marker="s")
 class Clex(Rotary):
     """RoPE with frequencies θ(t) for rows of t training lengths (Chen et al. 2023, arXiv 2310.16450).
 
@@ -75,7 +75,6 @@ class Clex(Rotary):
     def setup(self) -> None:
         """Check the options and create the parameters."""
         cfg = self.config
-        self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
         super().setup()
         self.original_length = cfg.original_length or self.length or 0
         if not self.original_length:
@@ -94,9 +93,9 @@ class Clex(Rotary):
         act = F.silu if self.config.activation == "silu" else torch.tanh
 
         def derivative(t: Tensor, z: Tensor) -> Tensor:
-            alpha, ntk = 2 * t - 1, two_s / max(d - 2, 1)
-            prior = -two_s / d * log_base - ntk * alpha.log()
-            return down @ act(up @ (z + prior)) - 2 * ntk / alpha
+            factor, exponent = 2 * t - 1, two_s / max(d - 2, 1)  # NTK-aware scaling divides θ_s by factor^exponent_s
+            log_ntk = -two_s / d * log_base - exponent * factor.log()  # ln θ_ntk(t), (P,)
+            return down @ act(up @ (z + log_ntk)) - 2 * exponent / factor
 
         start = -two_s / d * log_base
         if top == 1:

@@ -13,7 +13,7 @@ from fairseq_rpe.core.tensors import check_embedding_input
 from fairseq_rpe.encodings.base import Encoding, register
 
 
-@register("complex")
+@register("complex", colour="blue", marker="v")
 class Complex(Encoding):
     """Complex embedding of words with a learned frequency per element (Wang et al. 2020, arXiv 1912.12333).
 
@@ -37,6 +37,7 @@ class Complex(Encoding):
 
     formula = "z_c·exp(i·ω_wc·t),  z_c = x_c + i·x_(c + C/2) at the input,  ω learned"
     paper = "Wang et al. 2020 (arXiv 1912.12333)"
+    family = "vectors at the input"
     sharing_modes = ("model",)
     bounded_reason = "positions rotate the input, and scores of bounded vectors are bounded"
 
@@ -72,12 +73,9 @@ class Complex(Encoding):
         return self.frequencies[pos.tokens[:, -n:].clamp_min(0)]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        loaded, empty = state_dict.get(prefix + "frequencies"), self.frequencies
-        if (
-            self.needs_token_ids
-            and not len(empty)
-            and isinstance(loaded, Tensor)
-            and loaded.shape[1:] == empty.shape[1:]
-        ):
-            self.frequencies = nn.Parameter(torch.zeros_like(loaded, dtype=empty.dtype, device=empty.device))
+        loaded, current = state_dict.get(prefix + "frequencies"), self.frequencies
+        is_empty = self.needs_token_ids and not len(current)  # built without a dictionary
+        if is_empty and isinstance(loaded, Tensor) and loaded.shape[1:] == current.shape[1:]:
+            # loading needs equal shapes, so create a row for each word
+            self.frequencies = nn.Parameter(torch.zeros_like(loaded, dtype=current.dtype, device=current.device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -47,6 +47,10 @@ _OTHER_NAMES = (
     "Config",
     "formula",
     "paper",
+    "family",
+    "figure_options",
+    "dape_base",
+    "position_limit",
     "sharing_modes",
     "tie",
     "position_type",
@@ -173,14 +177,14 @@ class _ContractCheck(HookProbe):
         """Run all steps; one that the encoding refuses by its own UserError is skipped."""
         for dtype in self.dtypes:
             for near in (True, False):
-                self._unless_declined(self._family, dtype, near)
+                self._unless_declined(self._check_family_method, dtype, near)
         for dtype in self.dtypes:
-            self._unless_declined(self._plain, dtype)
+            self._unless_declined(self._check_plain_positions, dtype)
         if self.encoding.position_type != "none":
-            self._unless_declined(self._uneven)
-        self._unless_declined(self._gradients)
-        self._unless_declined(self._decoding)
-        self._unless_declined(self._reports)
+            self._unless_declined(self._check_uneven_positions)
+        self._unless_declined(self._check_gradients)
+        self._unless_declined(self._check_decoding)
+        self._unless_declined(self._check_reports)
 
     def _unless_declined(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step until the encoding raises a UserError."""
@@ -216,7 +220,7 @@ class _ContractCheck(HookProbe):
         k = torch.arange(m or self.tokens, device=self.device, dtype=dtype)[None]
         return self._positions(k, queries, rows)
 
-    def _family(self, dtype: torch.dtype, near: bool) -> None:
+    def _check_family_method(self, dtype: torch.dtype, near: bool) -> None:
         """Check the method that the encoding's family calls.
 
         Args:
@@ -231,34 +235,34 @@ class _ContractCheck(HookProbe):
             return first if near else torch.cat([first[: -len(FAR_DISTANCES)], first.new_tensor(FAR_DISTANCES)])
 
         if isinstance(encoding, DistanceBias) and cls.position_bias is DistanceBias.position_bias:
-            self.log_bias(encoding, sample(self.distances))
+            self.check_log_bias(encoding, sample(self.distances))
             return
         pos = self._positions(sample(self.tokens)[None], step=1.0, contiguous=near)
         if isinstance(encoding, PairwiseBias) and cls.position_bias is PairwiseBias.position_bias:
-            self.bias("bias", self.call("bias", pos.q, pos.k), pos, (dtype,))
+            self.check_dense_bias("bias", self.call("bias", pos.q, pos.k), pos, (dtype,))
         elif isinstance(encoding, Rotary) and self.overrides(Rotary, "angles"):
-            self._rotary_family(encoding, pos, dtype, near)
+            self._check_rotary_methods(encoding, pos, dtype, near)
         elif isinstance(encoding, Absolute) and self.overrides(Absolute, "vectors"):
-            self.tensor("vectors", self.call("vectors", pos.k), [(1, self.tokens, self.width)], WIDE)
+            self.check_tensor("vectors", self.call("vectors", pos.k), [(1, self.tokens, self.width)], WIDE)
 
-    def _rotary_family(self, encoding: Rotary, pos: Positions, dtype: torch.dtype, near: bool) -> None:
-        """Check ``angles`` and ``amplitude``; the arguments are those of :meth:`_family`."""
+    def _check_rotary_methods(self, encoding: Rotary, pos: Positions, dtype: torch.dtype, near: bool) -> None:
+        """Check ``angles`` and ``amplitude``; the arguments are those of :meth:`_check_family_method`."""
         pairs = encoding.rotated // 2
-        self.tensor("angles", self.call("angles", pos.k, pos), [(1, self.tokens, pairs)], (dtype,))
+        self.check_tensor("angles", self.call("angles", pos.k, pos), [(1, self.tokens, pairs)], (dtype,))
         widths = (1,) if encoding.scale_whole_head else (1, pairs)
         shapes = [(1, n, width) for n in (1, self.tokens) for width in widths]
         for key in (False, True):
             output = self.call("amplitude", pos.k, pos, key)
             # with a limit of queries, an amplitude is finite only for positions as near as those of one call
             if output is not None and (near or encoding.max_queries_per_call is None):
-                self.tensor("amplitude", output, shapes, WIDE)
+                self.check_tensor("amplitude", output, shapes, WIDE)
 
-    def _plain(self, dtype: torch.dtype) -> None:
+    def _check_plain_positions(self, dtype: torch.dtype) -> None:
         """Check all hooks at plain positions."""
         for _ in self._call_hooks(self._inputs(dtype, 2), self._arange(dtype, rows=2)):
             pass  # the generator checks while it runs
 
-    def _uneven(self) -> None:
+    def _check_uneven_positions(self) -> None:
         """Check all hooks with unevenly spaced positions, fractional ones if the encoding accepts them."""
         dtype, whole = self.dtypes[0], self.encoding.position_type == "whole"
         # distances 1, 2, 3, 1, … between neighbours, or 0.375 times those
@@ -269,50 +273,70 @@ class _ContractCheck(HookProbe):
             pass  # the generator checks while it runs
 
     def _call_hooks(self, tensors: dict[str, Tensor], pos: Positions) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Call every hook and check what it returns; yield its name, its output, and the input that it depends on."""
+        """Call every hook and check what it returns.
+
+        Args:
+            tensors: x, q, k and v, as :meth:`_inputs` returns them.
+            pos: positions of all tokens.
+
+        Yields:
+            The user's method, its output, and the input that a gradient of the output must reach, or None.
+        """
         x, q, k, v = (tensors[name] for name in ("x", "q", "k", "v"))
         if self.has("embed"):
             output = self.call("embed", x, pos)
-            self.tensor("embed", output, [tuple(x.shape)], (x.dtype,))
+            self.check_tensor("embed", output, [tuple(x.shape)], (x.dtype,))
             yield "embed", output, x
-        pos = self.prepared_positions(pos)
-        features = self.token_features(x) if self.has("token_features") else None
-        if self.has("rotate") or self.has("rotation"):
-            rotate, (query_positions, key_positions) = self.call("rotation", pos), self.rotation_positions(pos)
-            if rotate is not None:
-                pairs = [(q, at, False) for at in query_positions] + [(k, at, True) for at in key_positions]
-                for source, at, key in pairs:
-                    output = self.call("rotate", source, at, pos, function=rotate, key=key)
-                    self.tensor("rotate", output, [tuple(source.shape)], (source.dtype,))
-                    yield "rotate", output, source
+        pos = self.checked_positions(pos)
+        features = self.checked_token_features(x) if self.has("token_features") else None
+        rotate, query_positions, key_positions = self._rotation(pos)
+        if rotate is not None:
+            calls = [(q, at, False) for at in query_positions] + [(k, at, True) for at in key_positions]
+            for source, at, key in calls:
+                output = self.call("rotate", source, at, pos, function=rotate, key=key)
+                self.check_tensor("rotate", output, [tuple(source.shape)], (source.dtype,))
+                yield "rotate", output, source
         if self.has("value"):
             output = self.call("value", v, pos)
-            self.tensor("value", output, [tuple(v.shape)], (v.dtype,))
+            self.check_tensor("value", output, [tuple(v.shape)], (v.dtype,))
             yield "value", output, v
-        if self.has("position_bias") and (bias := self.call("position_bias", pos)) is not None:
-            yield self.author("position_bias"), self._bias("position_bias", bias, pos, 0), None
-        if self.has("content_bias") and (bias := self.call("content_bias", q, k, pos, features)) is not None:
-            yield "content_bias", self._bias("content_bias", bias, pos, len(q)), None
-        if self.has("transform_scores") and self.encoding.transform_scores is not None:
-            yield "transform_scores", self.transformed_weights(q, k, pos), q
-        if self.has("relative_values") and (values := self.relative_values(pos)) is not None:
+        for method, output in self._score_terms(q, k, pos, features):
+            yield self.user_method(method), output, q if method == "transform_scores" else None
+        if self.has("relative_values") and (values := self.checked_relative_values(pos)) is not None:
             yield "relative_values", values.vectors, None
 
-    def _bias(self, method: str, bias: Any, pos: Positions, rows: int) -> Tensor:
+    def _rotation(self, pos: Positions) -> tuple[Callable[..., Tensor] | None, list[Tensor], list[Tensor]]:
+        """Return the function that rotates, or None, and the positions for which it rotates queries and keys."""
+        if not (self.has("rotate") or self.has("rotation")):
+            return None, [], []
+        return self.call("rotation", pos), *self.checked_rotation_positions(pos)
+
+    def _score_terms(
+        self, q: Tensor, k: Tensor, pos: Positions, features: Tensor | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield each hook that changes scores with what it adds, or for ``transform_scores`` the attention weights."""
+        if self.has("position_bias") and (bias := self.call("position_bias", pos)) is not None:
+            yield "position_bias", self._dense_bias("position_bias", bias, pos, 0)
+        if self.has("content_bias") and (bias := self.call("content_bias", q, k, pos, features)) is not None:
+            yield "content_bias", self._dense_bias("content_bias", bias, pos, len(q))
+        if self.has("transform_scores") and self.encoding.transform_scores is not None:
+            yield "transform_scores", self.checked_attention_weights(q, k, pos)
+
+    def _dense_bias(self, method: str, bias: Any, pos: Positions, rows: int) -> Tensor:
         """Return the values (B or 1, H, n, m) of a bias that a hook returned."""
-        method = self.author(method)
-        self.position_bias(method, bias, pos, rows)
+        method = self.user_method(method)
+        self.check_bias_type(method, bias, pos, rows)
         output: Tensor = self.call(method, pos, function=bias.materialize)
-        self.bias(method, output, pos, WIDE, rows)
+        self.check_dense_bias(method, output, pos, WIDE, rows)
         return output
 
-    def _gradients(self) -> None:
+    def _check_gradients(self) -> None:
         """Check that a finite gradient reaches the input of each hook, and all parameters."""
         dtype, trained = self.dtypes[0], set[str]()
         tensors = {name: x.requires_grad_() for name, x in self._inputs(dtype, 2).items()}
         learned = {name: p for name, p in self.encoding.named_parameters() if p.requires_grad}
         for method, output, source in self._call_hooks(tensors, self._arange(dtype, rows=2)):
-            trained |= self._check_gradients(method, output, source, learned)
+            trained |= self._check_output_gradients(method, output, source, learned)
         missing = [f"'{name}'" for name in learned if name not in trained]
         if missing:
             text = f"has parameters that get no gradient ({', '.join(missing)}): its hooks detach or do not use them"
@@ -320,7 +344,7 @@ class _ContractCheck(HookProbe):
                 text += "; Rotary.rotate computes angles without gradients, so learned angles need their own rotate"
             raise_contract_error(self.cls, None, text)
 
-    def _check_gradients(
+    def _check_output_gradients(
         self, method: str, output: Tensor, source: Tensor | None, learned: Mapping[str, Tensor]
     ) -> set[str]:
         """Check that the gradients of a hook's output are finite, and that one reaches its input.
@@ -352,28 +376,37 @@ class _ContractCheck(HookProbe):
         return {name for name, grad in zip(learned, parameter_grads, strict=False) if grad is not None}
 
     @torch.no_grad()
-    def _decoding(self) -> None:
-        """Check that one query of the first m tokens, as in decoding, gives the same as a pass over all n tokens."""
+    def _check_decoding(self) -> None:
+        """Check that one query of the first tokens, as in decoding, gives the same as a pass over all n tokens."""
         n, tensors = self.tokens, self._inputs(torch.float64, 1)
         full = self._outputs(tensors, self._arange(torch.float64), 0)
-        for last in (n // 2, n - 1):
-            if last < n - 1 and self.encoding.length_dependent:  # earlier tokens may change with later ones
-                continue
-            m = last + 1
-            first = {name: x[..., :m, :] for name, x in tensors.items()}
-            decoded = self._outputs(first, self._arange(torch.float64, m, queries=1), last)
-            if [method for method, _ in decoded] != [method for method, _ in full]:
-                raise_contract_error(
-                    self.cls, None, f"has other hooks for {m} tokens than for {n}: let a hook always return a bias"
-                )
-            label = f"one query of {m} tokens, as in decoding,"
-            for (method, output), (_, step_output) in zip(full, decoded, strict=True):
-                expected = _first_tokens(method, output, last)
-                if method in ("position_bias", "content_bias"):
-                    # softmax does not change if a number is added to all keys of a query
-                    expected, step_output = (x - x[..., -1:] for x in (expected, step_output))
-                self._same(self.author(method), expected, step_output, label, f"all {n} tokens")
+        if not self.encoding.length_dependent:  # otherwise earlier tokens may change with later ones
+            self._compare_query(full, tensors, n // 2)
+        self._compare_query(full, tensors, n - 1)
         self._check_cached(tensors["k"])
+
+    def _compare_query(self, full: list[tuple[str, Tensor]], tensors: dict[str, Tensor], last: int) -> None:
+        """Compare one query, token ``last``, with its row in a pass over all tokens.
+
+        Args:
+            full: outputs of the hooks for all tokens, as :meth:`_outputs` returns them.
+            tensors: x, q, k and v of all tokens.
+            last: index of the token.
+        """
+        n, m = self.tokens, last + 1
+        first_tokens = {name: x[..., :m, :] for name, x in tensors.items()}
+        decoded = self._outputs(first_tokens, self._arange(torch.float64, m, queries=1), last)
+        if [method for method, _ in decoded] != [method for method, _ in full]:
+            raise_contract_error(
+                self.cls, None, f"has other hooks for {m} tokens than for {n}: let a hook always return a bias"
+            )
+        for (method, output), (_, step_output) in zip(full, decoded, strict=True):
+            expected = _first_tokens(method, output, last)
+            if method in ("position_bias", "content_bias"):
+                # softmax does not change if a number is added to all keys of a query
+                expected, step_output = (x - x[..., -1:] for x in (expected, step_output))
+            label, other = f"one query of {m} tokens, as in decoding,", f"all {n} tokens"
+            self._compare(self.user_method(method), expected, step_output, label=label, other=other)
 
     def _outputs(self, tensors: dict[str, Tensor], pos: Positions, first: int) -> list[tuple[str, Tensor]]:
         """Return what attention receives from each hook, by name.
@@ -387,27 +420,21 @@ class _ContractCheck(HookProbe):
         outputs: list[tuple[str, Tensor]] = []
         if self.has("embed"):
             outputs.append(("embed", self.call("embed", x[:, first:], pos)))
-        pos = self.prepared_positions(pos)
-        features = self.token_features(x) if self.has("token_features") else None
-        if features is not None and (last_features := self.token_features(x[:, first:])) is not None:
+        pos = self.checked_positions(pos)
+        features = self.checked_token_features(x) if self.has("token_features") else None
+        if features is not None and (last_features := self.checked_token_features(x[:, first:])) is not None:
             outputs.append(("token_features", last_features))
-        if self.has("rotate") or self.has("rotation"):
-            rotate, (query_positions, key_positions) = self.call("rotation", pos), self.rotation_positions(pos)
-            if rotate is not None:
-                queries = [self.call("rotate", q, at, pos, function=rotate) for at in query_positions]
-                keys = [self.call("rotate", k, at, pos, function=rotate, key=True) for at in key_positions]
-                # only products matter: an encoding may move a factor from queries to keys, as xPos does
-                outputs += [("rotate", torch.matmul(a, b.mT)) for a, b in zip(queries, keys, strict=True)]
-                q, k = (queries[0], keys[0]) if len(queries) == 1 else (q, k)
+        rotate, query_positions, key_positions = self._rotation(pos)
+        if rotate is not None:
+            queries = [self.call("rotate", q, at, pos, function=rotate) for at in query_positions]
+            keys = [self.call("rotate", k, at, pos, function=rotate, key=True) for at in key_positions]
+            # only products matter: an encoding may move a factor from queries to keys, as xPos does
+            outputs += [("rotate", torch.matmul(a, b.mT)) for a, b in zip(queries, keys, strict=True)]
+            q, k = (queries[0], keys[0]) if len(queries) == 1 else (q, k)
         if self.has("value"):
             outputs.append(("value", self.call("value", v, pos)))
-        if self.has("position_bias") and (bias := self.call("position_bias", pos)) is not None:
-            outputs.append(("position_bias", self._bias("position_bias", bias, pos, 0)))
-        if self.has("content_bias") and (bias := self.call("content_bias", q, k, pos, features)) is not None:
-            outputs.append(("content_bias", self._bias("content_bias", bias, pos, len(q))))
-        if self.has("transform_scores") and self.encoding.transform_scores is not None:
-            outputs.append(("transform_scores", self.transformed_weights(q, k, pos)))
-        if self.has("relative_values") and (values := self.relative_values(pos)) is not None:
+        outputs += self._score_terms(q, k, pos, features)
+        if self.has("relative_values") and (values := self.checked_relative_values(pos)) is not None:
             vectors = values.vectors[:, table_index(values, pos.q, pos.k)[0]]  # (H or 1, n, m, D)
             outputs.append(("relative_values", vectors.sum(-1)))
         return outputs
@@ -418,46 +445,53 @@ class _ContractCheck(HookProbe):
         if self.encoding.rotates and self.encoding.fixed_rotation:
             rotated_keys = []
             for m in (n // 2, n):
-                pos = self.prepared_positions(self._arange(dtype, m))
+                pos = self.checked_positions(self._arange(dtype, m))
                 rotated_keys.append(self.call("rotate", k[:, :, :m], pos.k, pos, key=True)[:, :, : n // 2])
             early, late = rotated_keys
-            self._same("rotate", late, early, f"keys of {n // 2} tokens", f"{n}", "set fixed_rotation = False")
+            label, remedy = f"keys of {n // 2} tokens", "set fixed_rotation = False"
+            self._compare("rotate", late, early, label=label, other=f"{n}", remedy=remedy)
         if self.encoding.is_distance_bias:
-            tables = [self.call("position_bias", self._arange(dtype, m, queries=1)).table[:, :n] for m in (n, 2 * n)]
-            name = self.author("position_bias")
-            self._same(name, tables[1], tables[0], f"{n} distances", f"{2 * n}", "set length_dependent = True")
+            short, long = (
+                self.call("position_bias", self._arange(dtype, m, queries=1)).table[:, :n] for m in (n, 2 * n)
+            )
+            name, remedy = self.user_method("position_bias"), "set length_dependent = True"
+            self._compare(name, long, short, label=f"{n} distances", other=f"{2 * n}", remedy=remedy)
 
-    def _same(self, method: str, expected: Tensor, output: Tensor, label: str, other: str, remedy: str = "") -> None:
+    def _compare(
+        self, method: str, expected: Tensor, output: Tensor, *, label: str, other: str, remedy: str = ""
+    ) -> None:
         """Refuse outputs that differ by more than rounding.
 
         Args:
-            method: name of the hook.
-            expected: output of the hook for the inputs that ``other`` describes.
-            output: output of the hook for the inputs that ``label`` describes; broadcasts with ``expected``.
+            method: name of the user's method.
+            expected: its output for the inputs that ``other`` describes.
+            output: its output for the inputs that ``label`` describes; broadcasts with ``expected``.
             label: description for the message.
             other: description for the message.
             remedy: what the user can do; by default the remedy for a hook that depends on later tokens.
         """
         remedy = remedy or "let it read earlier tokens alone, or set length_dependent = True"
         a, b = torch.broadcast_tensors(expected, output)
-        hidden = a.isneginf(), b.isneginf()
-        a, b = (x.masked_fill(h, 0.0) for x, h in zip((a, b), hidden, strict=True))
+        a_hidden, b_hidden = a.isneginf(), b.isneginf()
+        if not torch.equal(a_hidden, b_hidden):
+            self.refuse(method, f"gives {label} other values than {other} (-inf in one of them): {remedy}")
+        a, b = a.masked_fill(a_hidden, 0.0), b.masked_fill(b_hidden, 0.0)
         scale = max(1.0, float(a.abs().max()))
-        if not torch.equal(*hidden) or not torch.allclose(a, b, rtol=1e-5, atol=1e-5 * scale):
-            gap = f"up to {float((a - b).abs().max()):.2g} apart" if torch.equal(*hidden) else "-inf in one of them"
+        if not torch.allclose(a, b, rtol=1e-5, atol=1e-5 * scale):
+            gap = f"up to {float((a - b).abs().max()):.2g} apart"
             self.refuse(method, f"gives {label} other values than {other} ({gap}): {remedy}")
 
-    def _reports(self) -> None:
+    def _check_reports(self) -> None:
         """Check what commands show of an encoding: learned quantities, and the formula of each head."""
         scalars = self.call("logged_scalars")
         if not isinstance(scalars, dict):
-            self.returned("logged_scalars", scalars, "a dict of tensors")
+            self.refuse_value("logged_scalars", scalars, "a dict of tensors")
         for value in scalars.values():
-            self.tensor("logged_scalars", value, [(self.heads,), ()], (*WIDE, torch.int64), finite=False)
+            self.check_tensor("logged_scalars", value, [(self.heads,), ()], (*WIDE, torch.int64), finite=False)
         if not self.overrides(Encoding, "log_bias_formulas") or (formulas := self.call("log_bias_formulas")) is None:
             return
         if not isinstance(formulas, list) or not all(isinstance(formula, str | LogBias) for formula in formulas):
-            self.returned("log_bias_formulas", formulas, f"a list of {self.heads} formulas or None")
+            self.refuse_value("log_bias_formulas", formulas, f"a list of {self.heads} formulas or None")
         if len(formulas) != self.heads:
             self.refuse(
                 "log_bias_formulas", f"returned {len(formulas)} formulas, expected {self.heads}, one for each head"

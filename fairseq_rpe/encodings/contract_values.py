@@ -5,7 +5,7 @@ class, the hook and what it should return.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ _BIAS_TYPES = ", ".join(bias_type.__name__ for bias_type in get_args(Bias))
 
 
 class Declined(Exception):
-    """The encoding refuses an input by a UserError. This is no fault of it: users will see that error."""
+    """The encoding refuses an input by a UserError. Users will see that error, so this is not a violation."""
 
 
 class HookProbe:
@@ -95,10 +95,10 @@ class HookProbe:
         """Return whether the encoding's class overrides ``method`` of ``family``."""
         return getattr(self.cls, method) is not getattr(family, method)
 
-    def author(self, method: str) -> str:
-        """Return the name of the method that the user wrote, to blame it in an error about ``method``.
+    def user_method(self, method: str) -> str:
+        """Return the method that the user wrote and that determines the result of ``method``, for error messages.
 
-        ``position_bias`` of the families DistanceBias and PairwiseBias calls a method that users write.
+        It differs for ``position_bias`` of the families DistanceBias and PairwiseBias, which calls ``bias``.
         """
         if method != "position_bias":
             return method
@@ -106,15 +106,15 @@ class HookProbe:
             return "bias" if self.overrides(DistanceBias, "bias") else "head_bias"
         return "bias" if self.cls.position_bias is PairwiseBias.position_bias else method
 
-    def refuse(self, method: str, text: str) -> None:
+    def refuse(self, method: str, text: str) -> NoReturn:
         """Raise a ContractError about ``method``."""
         raise_contract_error(self.cls, method, text)
 
-    def returned(self, method: str, value: Any, expected: str) -> None:
+    def refuse_value(self, method: str, value: Any, expected: str) -> NoReturn:
         """Refuse a returned value of a wrong shape or type."""
         raise_contract_error(self.cls, method, f"returned {_shape_or_type(value)}, expected {expected}")
 
-    def tensor(
+    def check_tensor(
         self, method: str, x: Any, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], finite: bool = True
     ) -> None:
         """Refuse a value that is not a tensor as expected.
@@ -130,7 +130,7 @@ class HookProbe:
             ContractError: ``x`` is no tensor or on another device, or its shape, its dtype or an entry is not allowed.
         """
         if not isinstance(x, Tensor) or tuple(x.shape) not in shapes:
-            self.returned(method, x, " or ".join(map(str, dict.fromkeys(shapes))))
+            self.refuse_value(method, x, " or ".join(map(str, dict.fromkeys(shapes))))
         if x.dtype not in dtypes:
             self.refuse(method, f"returned {x.dtype}, expected {' or '.join(map(str, dict.fromkeys(dtypes)))}")
         if x.device.type != self.device.type:
@@ -138,13 +138,13 @@ class HookProbe:
         if finite and not bool(torch.isfinite(x).all()):
             self.refuse(method, f"returned {first_nonfinite(x)}, expected finite values")
 
-    def log_bias(self, encoding: DistanceBias, d: Tensor) -> None:
-        """Check ``bias``, or ``head_bias`` with ``head_parameters``, at the distances d (R,)."""
+    def check_log_bias(self, encoding: DistanceBias, d: Tensor) -> None:
+        """Check ``bias``, or ``head_bias`` and ``head_parameters`` in its place, at the distances d (R,)."""
         if self.overrides(DistanceBias, "bias"):
             name, output = "bias", self.call("bias", d)
         else:
             name, output = "head_bias", self._call_head_bias(d)
-        self.tensor(name, output, [(self.heads, len(d))], (d.dtype,), finite=False)
+        self.check_tensor(name, output, [(self.heads, len(d))], (d.dtype,), finite=False)
         # -inf hides a distance, but a token must see itself
         bad = output.isnan() | (output == torch.inf) | (output.isneginf() & (d == 0))
         if bool(bad.any()):
@@ -156,52 +156,54 @@ class HookProbe:
         """Return ``head_bias`` of all heads (H, R), after a check of ``head_parameters``."""
         parameters = self.call("head_parameters", d)
         if not isinstance(parameters, tuple):
-            self.returned("head_parameters", parameters, "a tuple of tensors")
+            self.refuse_value("head_parameters", parameters, "a tuple of tensors")
         for parameter in parameters:
-            self.tensor("head_parameters", parameter, [(self.heads,)], (d.dtype,))
+            self.check_tensor("head_parameters", parameter, [(self.heads,)], (d.dtype,))
         output = self.call("head_bias", d, *(x[:, None] for x in parameters))
         if isinstance(output, Tensor) and output.shape in ((len(d),), (1, len(d)), (self.heads, 1)):
             return output.expand(self.heads, len(d))
         return output
 
-    def prepared_positions(self, pos: Positions) -> Positions:
-        """Return and check ``prepare_positions``."""
+    def checked_positions(self, pos: Positions) -> Positions:
+        """Return the result of ``prepare_positions``, checked."""
         output = self.call("prepare_positions", pos)
         if not isinstance(output, Positions):
-            self.returned("prepare_positions", output, "Positions")
+            self.refuse_value("prepare_positions", output, "Positions")
         for name in ("q", "k"):
             value, like = getattr(output, name), getattr(pos, name)
             if value.shape[1:] != like.shape[1:]:
-                self.returned("prepare_positions", value, f"positions {name} of shape {tuple(like.shape)}")
+                self.refuse_value("prepare_positions", value, f"positions {name} of shape {tuple(like.shape)}")
         return output
 
-    def rotation_positions(self, pos: Positions) -> tuple[list[Tensor], list[Tensor]]:
-        """Check ``rotation_regions``.
+    def checked_rotation_positions(self, pos: Positions) -> tuple[list[Tensor], list[Tensor]]:
+        """Check ``rotation_regions``, and return the positions for which queries and keys are rotated.
 
         Args:
             pos: positions of the queries and keys.
 
         Returns:
-            The positions for which queries are rotated and those for which keys are: one tensor each for every region,
-            or the true positions for an encoding without regions.
+            Positions of queries and positions of keys: a list with one tensor for each region, or with only the true
+            positions for an encoding without regions.
         """
         regions = self.call("rotation_regions", pos)
         if regions is None:
             return [pos.q], [pos.k]
         if not isinstance(regions, tuple) or not all(isinstance(region, RotationRegion) for region in regions):
-            self.returned("rotation_regions", regions, "a tuple of RotationRegion or None")
+            self.refuse_value("rotation_regions", regions, "a tuple of RotationRegion or None")
         i, j = pos.q[:, :, None], pos.k[:, None]  # (B or 1, n, 1), (B or 1, 1, m)
-        # of each pair, the number of regions that it is in
+        # number of regions that each pair is in: (), then (B or 1, n, m)
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for region in regions:
             for at, like in ((region.q, pos.q), (region.k, pos.k)):
-                self.tensor("rotation_regions", at, [(b, n) for b in (1, len(like)) for n in (1, like.shape[1])], WIDE)
+                self.check_tensor(
+                    "rotation_regions", at, [(b, n) for b in (1, len(like)) for n in (1, like.shape[1])], WIDE
+                )
             count = count + self.call("rotation_regions", i, j, function=region.covers).long()
         if bool(((count > 1) & (i >= j)).any()):
             self.refuse("rotation_regions", "returned regions that share pairs, expected each pair in at most one")
         return [region.q for region in regions], [region.k for region in regions]
 
-    def position_bias(self, method: str, bias: Any, pos: Positions, rows: int = 0) -> None:
+    def check_bias_type(self, method: str, bias: Any, pos: Positions, rows: int = 0) -> None:
         """Check the type of a bias and the shapes of its tensors.
 
         Args:
@@ -214,44 +216,49 @@ class HookProbe:
             ContractError: ``bias`` is of no type of bias, or one of its tensors has a wrong shape.
         """
         n, m, heads = pos.q.shape[1], pos.k.shape[1], self.heads
-        batch = [rows] if rows else [1, len(pos.k)]
-
-        def check_shape(name: str, x: Any, *shapes: tuple[int | None, ...]) -> None:
-            """Refuse the bias unless its field ``name`` has one of ``shapes``, where None is any size."""
-            shape = tuple(x.shape) if isinstance(x, Tensor) else ()
-            if not any(
-                len(shape) == len(s) and all(b in (None, a) for a, b in zip(shape, s, strict=True)) for s in shapes
-            ):
-                words = dict.fromkeys(str(s).replace("None", "any") for s in shapes)
-                field = f"{type(bias).__name__}.{name}"
-                self.refuse(method, f"returned {field} {_shape_or_type(x)}, expected {' or '.join(words)}")
-
+        batches = [rows] if rows else [1, len(pos.k)]
         if isinstance(bias, SumBias):
             for term in bias.terms:
-                self.position_bias(method, term, pos, rows)
+                self.check_bias_type(method, term, pos, rows)
         elif isinstance(bias, ToeplitzBias):
-            check_shape("table", bias.table, (heads, None))
+            self._check_field(method, bias, "table", [(heads, None)])
         elif isinstance(bias, DenseBias):
-            check_shape("bias", bias.bias, *((b, heads, n, m) for b in batch))
+            self._check_field(method, bias, "bias", [(b, heads, n, m) for b in batches])
         elif isinstance(bias, PointwiseBias):
             for parameter in bias.parameters:
-                check_shape("parameters", parameter, (heads,))
+                self._check_field(method, bias, "parameters", [(heads,)], parameter)
         elif isinstance(bias, TokenBias):
-            check_shape("query", bias.query, *((b, heads, n) for b in batch))
-            check_shape("key", bias.key, *((b, heads, m) for b in batch))
+            self._check_field(method, bias, "query", [(b, heads, n) for b in batches])
+            self._check_field(method, bias, "key", [(b, heads, m) for b in batches])
         elif isinstance(bias, QueryTableBias | KeyTableBias | QueryKeyTableBias):
             if not isinstance(bias, KeyTableBias):
-                check_shape("query", bias.query, *((b, heads, n, None) for b in batch))
+                self._check_field(method, bias, "query", [(b, heads, n, None) for b in batches])
             if not isinstance(bias, QueryTableBias):
-                check_shape("key", bias.key, *((b, heads, m, None) for b in batch))
+                self._check_field(method, bias, "key", [(b, heads, m, None) for b in batches])
             width = bias.key.shape[3] if isinstance(bias, KeyTableBias) else bias.query.shape[3]
             # a product of query, key and vector also allows one factor per distance in place of D
             widths = (width, 1) if isinstance(bias, QueryKeyTableBias) else (width,)
-            check_shape("vectors", bias.vectors, *((h, None, w) for h in (1, heads) for w in widths))
+            self._check_field(method, bias, "vectors", [(h, None, w) for h in (1, heads) for w in widths])
         elif not isinstance(bias, PairBias):
-            self.returned(method, bias, f"a bias ({_BIAS_TYPES}) or None")
+            self.refuse_value(method, bias, f"a bias ({_BIAS_TYPES}) or None")
 
-    def bias(self, method: str, output: Any, pos: Positions, dtypes: Sequence[torch.dtype], rows: int = 0) -> None:
+    def _check_field(
+        self, method: str, bias: Any, field: str, shapes: Sequence[tuple[int | None, ...]], value: Any = None
+    ) -> None:
+        """Refuse a bias whose tensor in ``field`` has another shape than one of ``shapes``, where None is any size.
+
+        ``value`` is one of the tensors of a field that holds several.
+        """
+        tensor = getattr(bias, field) if value is None else value
+        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
+        if not any(_matches(shape, allowed) for allowed in shapes):
+            words = dict.fromkeys(str(allowed).replace("None", "any") for allowed in shapes)
+            name = f"{type(bias).__name__}.{field}"
+            self.refuse(method, f"returned {name} {_shape_or_type(tensor)}, expected {' or '.join(words)}")
+
+    def check_dense_bias(
+        self, method: str, output: Any, pos: Positions, dtypes: Sequence[torch.dtype], rows: int = 0
+    ) -> None:
         """Refuse a dense bias of a wrong shape or dtype, with NaN or inf, or with -inf for a token and itself.
 
         Args:
@@ -265,7 +272,9 @@ class HookProbe:
             ContractError: the bias is refused.
         """
         n, m = pos.q.shape[1], pos.k.shape[1]
-        self.tensor(method, output, [(b, self.heads, n, m) for b in (1, max(rows, len(pos.k)))], dtypes, finite=False)
+        self.check_tensor(
+            method, output, [(b, self.heads, n, m) for b in (1, max(rows, len(pos.k)))], dtypes, finite=False
+        )
         hidden = future(n, m, self.device)
         bad = output.isnan() | (output == torch.inf)
         if bool((bad & ~hidden).any()):
@@ -276,7 +285,7 @@ class HookProbe:
         if bool(output.diagonal(m - n, -2, -1).isneginf().any()):
             self.refuse(method, "returned -inf for a token and itself, expected a finite log-bias")
 
-    def transformed_weights(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
+    def checked_attention_weights(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
         """Check ``transform_scores`` and return the attention weights (B, H, n, m) of the scores that it returns.
 
         Args:
@@ -288,7 +297,7 @@ class HookProbe:
         hidden = future(n, m, q.device)
         scores = (torch.matmul(q, k.mT) * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
         output = self.call("transform_scores", scores, q, pos)
-        self.tensor("transform_scores", output, [tuple(scores.shape)], (scores.dtype,), finite=False)
+        self.check_tensor("transform_scores", output, [tuple(scores.shape)], (scores.dtype,), finite=False)
         bad = (output.isnan() | (output == torch.inf)) & ~hidden
         if bool(bad.any()):
             value = first_nonfinite(output[bad])
@@ -297,26 +306,26 @@ class HookProbe:
             self.refuse("transform_scores", "returned -inf for a token and itself, expected a finite score")
         return output.masked_fill(hidden, float("-inf")).softmax(-1)
 
-    def relative_values(self, pos: Positions) -> RelativeValues | None:
-        """Return and check ``relative_values``."""
+    def checked_relative_values(self, pos: Positions) -> RelativeValues | None:
+        """Return the result of ``relative_values``, checked."""
         output = self.call("relative_values", pos)
         if output is None:
             return None
         if not isinstance(output, RelativeValues):
-            self.returned("relative_values", output, "RelativeValues or None")
+            self.refuse_value("relative_values", output, "RelativeValues or None")
         columns = output.vectors.shape[1] if output.vectors.dim() == 3 else 1
-        self.tensor("relative_values", output.vectors, [(h, columns, self.head) for h in (1, self.heads)], WIDE)
+        self.check_tensor("relative_values", output.vectors, [(h, columns, self.head) for h in (1, self.heads)], WIDE)
         return output
 
-    def token_features(self, x: Tensor) -> Tensor | None:
-        """Return and check ``token_features`` (B, H, n, E) of a layer's input x (B, n, C)."""
+    def checked_token_features(self, x: Tensor) -> Tensor | None:
+        """Return the result (B, H, n, E) of ``token_features`` for a layer's input x (B, n, C), checked."""
         output = self.call("token_features", x)
         if output is None:
             return None
         shape = x.shape[0], self.heads, x.shape[1]
         if not isinstance(output, Tensor) or output.dim() != 4 or output.shape[:3] != shape:
-            self.returned("token_features", output, f"({', '.join(map(str, shape))}, E)")
-        self.tensor("token_features", output, [tuple(output.shape)], (x.dtype, *WIDE))
+            self.refuse_value("token_features", output, f"({', '.join(map(str, shape))}, E)")
+        self.check_tensor("token_features", output, [tuple(output.shape)], (x.dtype, *WIDE))
         return output
 
 
@@ -328,6 +337,13 @@ def future(n: int, m: int, device: torch.device) -> Tensor:
 def first_nonfinite(x: Tensor) -> float:
     """Return the first entry of x that is not finite; there must be one."""
     return float(x[~torch.isfinite(x)][0].item())
+
+
+def _matches(shape: Shape, pattern: tuple[int | None, ...]) -> bool:
+    """Whether a shape has the sizes of ``pattern``, where None is any size."""
+    if len(shape) != len(pattern):
+        return False
+    return all(size in (None, actual) for actual, size in zip(shape, pattern, strict=True))
 
 
 def _shape_or_type(x: Any) -> object:

@@ -10,7 +10,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 
 
-@register("cope")
+@register("cope", colour="black", marker="v")
 class Cope(Encoding):
     """CoPE (Golovneva et al. 2024, arXiv 2405.18719).
 
@@ -31,6 +31,7 @@ class Cope(Encoding):
 
     formula = "(q_i·k_j + q_i·e[p_ij])/√D,  p_ij = Σ_(m=j…i) σ(q_i·k_m/√D)"
     paper = "Golovneva et al. 2024 (arXiv 2405.18719)"
+    family = "bias that depends on the content"
     sharing_modes = ("layer", "model")
     position_type = "none"
     bounded_reason = "the bias is q·e/√D with a learned e, bounded for bounded q, and one number beyond P - 1 gates"

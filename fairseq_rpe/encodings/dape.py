@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,23 @@ from torch.nn import functional as F
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.encodings.base import Encoding, register, registry
+from fairseq_rpe.encodings.base import Encoding, Rotary, register, registry
 
 PAIRS = 1 << 12  # pairs whose hidden units are in memory at a time, without gradients on a CPU
-BASES = ("kerple_log", "alibi", "fire", "rope", "nope")
-# option of this encoding, in which ``base`` is an encoding -> option of ``rope``
+# option of this encoding, in which ``base`` is an encoding -> option of the base, if that rotates
 ROTATION = {"rope_base": "base", "rotary_fraction": "rotary_fraction", "interleaved": "interleaved"}
 
 
-@register("dape")
+def base_names() -> list[str]:
+    """Return the names of the encodings that ``dape`` can adjust."""
+    return [name for name in registry.names() if registry.get(name).dape_base]
+
+
+def _is_rotary(base: str) -> bool:
+    return issubclass(registry.get(base), Rotary)
+
+
+@register("dape", colour="orange", marker="o")
 class Dape(Encoding):
     """DAPE (Zheng et al. 2024, arXiv 2405.14722): score = s + b + f([s; b]) for each pair.
 
@@ -33,7 +41,7 @@ class Dape(Encoding):
     class Config:
         """Options of ``dape``."""
 
-        base: str = option("kerple_log", "the encoding that is adjusted", choices=BASES)
+        base: str = option("kerple_log", "the encoding that is adjusted", choices=base_names)
         width: int = option(32, "w, hidden units", minimum=1, maximum=1 << 12)
         rope_base: float = option(10000.0, "base=rope: b in θ_s = b^(-2s/d)", above=1)
         rotary_fraction: float = option(
@@ -43,6 +51,7 @@ class Dape(Encoding):
 
     formula = "s + b + f([s; b]),  s = q·k/√D,  b of its base"
     paper = "Zheng et al. 2024 (arXiv 2405.14722)"
+    family = "bias that depends on the content"
     sharing_modes = ("layer", "model")
     dependence = (
         "a network of all heads' scores adds to the bias of its base, with no bound: nothing follows for all texts"
@@ -51,13 +60,13 @@ class Dape(Encoding):
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:
         """Return the options that describe the rotation, with the quantities that they set."""
-        return ROTATION if config.base == "rope" else {}
+        return ROTATION if _is_rotary(config.base) else {}
 
     def setup(self) -> None:
         """Check the options and create the parameters."""
         cfg = self.config
         cls = registry.get(cfg.base)
-        rotates = cfg.base == "rope"
+        rotates = _is_rotary(cfg.base)
         for f in fields(cfg):
             if f.name in ROTATION and not rotates and getattr(cfg, f.name) != f.default:
                 raise UserError(f"'dape:base={cfg.base}' does not read {f.name}: leave it out, or give base=rope")
@@ -84,22 +93,34 @@ class Dape(Encoding):
         base_bias = self.base.position_bias(pos)
         if base_bias is not None:
             bias = base_bias.materialize(pos).to(scores.dtype).expand_as(scores)
-            scores, inputs = scores + bias, torch.cat([scores, bias], dim=1)  # (B, 2H, n, m)
-        first, last = ((x.weight.to(scores.dtype), x.bias.to(scores.dtype)[:, None]) for x in (self.mix, self.out))
-        inputs = inputs.flatten(2)  # (B, H or 2H, n·m)
-        if torch.is_grad_enabled() or inputs.device.type != "cpu":
-            change = torch.matmul(last[0], F.leaky_relu(torch.matmul(first[0], inputs) + first[1])) + last[1]
-        else:
-            change = _apply_blockwise(inputs, first, last)
+            scores, inputs = scores + bias, torch.cat([scores, bias], dim=1)  # (B, H, n, m), (B, 2H, n, m)
+        change = self._apply_mlp(inputs.flatten(2))  # (B, H, n·m)
         return (scores + change.view_as(scores)).masked_fill(hidden, float("-inf"))
 
+    def _apply_mlp(self, x: Tensor) -> Tensor:
+        """Return f (B, H, pairs) of the scores and biases x (B, H or 2H, pairs)."""
+        first, last = (
+            _Layer(layer.weight.to(x.dtype), layer.bias.to(x.dtype)[:, None]) for layer in (self.mix, self.out)
+        )
+        if torch.is_grad_enabled() or x.device.type != "cpu":
+            units = F.leaky_relu(torch.matmul(first.weight, x) + first.bias)  # (B, w, pairs)
+            return torch.matmul(last.weight, units) + last.bias
+        return _apply_blockwise(x, first, last)
 
-def _apply_blockwise(x: Tensor, first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]) -> Tensor:
+
+class _Layer(NamedTuple):
+    """A linear layer: weight (out, in) and bias (out, 1)."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+def _apply_blockwise(x: Tensor, first: _Layer, last: _Layer) -> Tensor:
     """Apply the MLP to x (B, H or 2H, pairs), in blocks whose hidden units fit into the CPU's cache: (B, H, pairs)."""
-    out = x.new_empty(len(x), len(last[0]), x.shape[2])
+    out = x.new_empty(len(x), len(last.weight), x.shape[2])
     for start in range(0, x.shape[2], PAIRS):
         pairs = slice(start, start + PAIRS)
         for row, result in zip(x[:, :, pairs], out[:, :, pairs], strict=True):
-            units = F.leaky_relu_(torch.addmm(first[1], first[0], row))
-            result.copy_(torch.addmm(last[1], last[0], units))
+            units = F.leaky_relu_(torch.addmm(first.bias, first.weight, row))  # (w, block)
+            result.copy_(torch.addmm(last.bias, last.weight, units))
     return out

@@ -14,7 +14,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 
 
-@register("deberta")
+@register("deberta", colour="pink", marker=">")
 class Deberta(Encoding):
     """Disentangled attention (He et al. 2021, arXiv 2006.03654, Eq. 2-4).
 
@@ -40,6 +40,7 @@ class Deberta(Encoding):
 
     formula = "(q_i·k_j + q_i·K_δ(i,j) + k_j·Q_δ(i,j))/√(3D)"
     paper = "He et al. 2021 (arXiv 2006.03654), Eq. 2-4"
+    family = "bias that depends on the content"
     sharing_modes = ("layer", "model")
     position_type = "whole"
     fixed_rotation = True
@@ -75,11 +76,13 @@ class Deberta(Encoding):
 
     def rows(self, device: torch.device, sign: int = 1) -> Tensor:
         """Return the row (R,) of P for distances 0, 1, … up to the last distinct row; ``sign=-1`` for δ(j, i)."""
-        d = torch.arange(self.config.max_distance + 1, device=device)
+        max_distance = self.config.max_distance
+        d = torch.arange(max_distance + 1, device=device)
         if self.config.buckets:
-            middle = self.config.buckets // 2
-            steps = (d / middle).clamp_min(1).double().log() / math.log((self.config.max_distance - 1) / middle)
-            d = torch.where(d <= middle, d, (steps * (middle - 1)).ceil().long() + middle)
+            exact = self.config.buckets // 2  # distances up to here have a bucket each
+            # from 0 at `exact` to 1 at max_distance - 1, linear in ln d
+            log_share = (d / exact).clamp_min(1).double().log() / math.log((max_distance - 1) / exact)
+            d = torch.where(d <= exact, d, (log_share * (exact - 1)).ceil().long() + exact)
         return (sign * d + self.span).clamp(0, 2 * self.span - 1)
 
     def vectors(self, project: nn.Linear, sign: int, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
 }
 
 
-@register("fire")
+@register("fire", colour="black", marker=">")
 class Fire(PairwiseBias):
     """FIRE (Li et al. 2024, arXiv 2310.04418, Eq. 4): b(i, j) = f(ψ(i-j) / ψ(max(L, i))), ψ(x) = ln(c·x + 1).
 
@@ -56,6 +56,7 @@ class Fire(PairwiseBias):
 
     formula = "f(psi(i-j) / psi(max(L, i))),  psi(x) = ln(c·x + 1),  f: MLP, c and L learned"
     paper = "Li et al. 2024 (arXiv 2310.04418), Eq. 4"
+    dape_base = True
     sharing_modes = ("layer", "model")
 
     def setup(self) -> None:

@@ -44,7 +44,7 @@ class Dynamics(nn.Module):
         return self.outer(torch.cat([hidden, times], dim=-1))
 
 
-@register("floater")
+@register("floater", colour="blue", marker="D")
 class Floater(Encoding):
     """FLOATER (Liu et al. 2020, arXiv 2003.09229): vectors added to every layer's queries, keys and values.
 
@@ -72,6 +72,7 @@ class Floater(Encoding):
 
     formula = "q_i + p_i^q, k_j + p_j^k, v_j + p_j^v,  p_i = p(i·Δt),  dp/dt = h(t, p) learned"
     paper = "Liu et al. 2020 (arXiv 2003.09229)"
+    family = "vectors at the input"
     sharing_modes = ("layer", "model")
     position_type = "whole"
     fixed_rotation = True

@@ -15,7 +15,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 
 
-@register("forgetting")
+@register("forgetting", colour="vermilion", marker="v")
 class Forgetting(Encoding):
     """Forget gates (Lin et al. 2025, arXiv 2503.02130): bias_ij = Σ_(l=j+1…i) ln f_l, f_l = σ(w·x_l + b) per head.
 
@@ -37,6 +37,7 @@ class Forgetting(Encoding):
 
     formula = "c_i - c_j,  c_i = Σ_(l<=i) ln σ(w·x_l + b)"
     paper = "Lin et al. 2025 (arXiv 2503.02130)"
+    family = "bias that depends on the content"
     sharing_modes = ("layer", "model")
     position_type = "none"
     dependence = (
@@ -58,10 +59,16 @@ class Forgetting(Encoding):
         self.project = nn.Linear(self.width, self.heads, bias=False) if cfg.gate == "full" else None
         if self.project is not None:
             nn.init.normal_(self.project.weight, std=0.02)
+        self.bias = nn.Parameter(self._initial_bias(), requires_grad=cfg.gate != "fixed")
+
+    def _initial_bias(self) -> Tensor:
+        """Return b (H,): 0 with ``gate=full``, else such that ln σ(b) = -1/τ for the time scale τ of each head."""
+        cfg = self.config
+        if cfg.gate == "full":
+            return torch.zeros(self.heads)
         log_range = math.log(cfg.min_timescale), math.log(cfg.max_timescale)
-        times = torch.linspace(*log_range, self.heads, dtype=torch.float64).exp()
-        start = torch.zeros(self.heads) if cfg.gate == "full" else -(1 / times).expm1().log().float()
-        self.bias = nn.Parameter(start, requires_grad=cfg.gate != "fixed")
+        timescales = torch.linspace(*log_range, self.heads, dtype=torch.float64).exp()
+        return -(1 / timescales).expm1().log().float()
 
     def log_bias_formulas(self) -> list[str] | None:
         """Return -n·|ln f| of each head, or None if f depends on the input."""
@@ -88,7 +95,8 @@ class Forgetting(Encoding):
         """Return c_i - c_j from the gates' logits ``features`` (B, H, m, 1)."""
         assert features is not None
         log_gate = F.logsigmoid(features[..., 0].double())  # (B, H, m)
-        padding = pos.k.diff(dim=1, prepend=pos.k[:, :1] - 1) <= 0  # padding has no position, so it does not forget
+        # positions do not increase at padding, which must not forget
+        padding = pos.k.diff(dim=1, prepend=pos.k[:, :1] - 1) <= 0  # (B or 1, m)
         total = log_gate.masked_fill(padding[:, None], 0.0).cumsum(2)  # c_i, (B, H, m)
         return TokenBias(total[:, :, -q.shape[2] :], -total)
 

@@ -12,7 +12,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 
 
-@register("huang")
+@register("huang", colour="pink", marker="P")
 class Huang(Encoding):
     """Methods 1, 3 and 4 of Huang et al. 2020 (arXiv 2009.13658, Section 4), for distances c = min(i - j, K).
 
@@ -39,6 +39,7 @@ class Huang(Encoding):
 
     formula = "1: a_c·(q_i·k_j)/√D;  3: Σ_e q_ie·k_je·a_ce/√D;  4: (q_i·k_j + q_i·a_c + k_j·a_c)/√D;  c = min(i-j, K)"
     paper = "Huang et al. 2020 (arXiv 2009.13658), Section 4"
+    family = "bias that depends on the content"
     sharing_modes = ("layer", "model")
     position_type = "whole"
     bounded_reason = (

@@ -18,16 +18,17 @@ from fairseq_rpe.core.tensors import FLOAT_DTYPES
 class EncodingInterface(nn.Module):
     """Hooks that attention calls, each of which does nothing by default.
 
-    ``embed`` acts once, at the input of the model. In every layer ``rotate`` is applied to queries and keys and
-    ``value`` to values; ``position_bias`` is a bias of positions, ``content_bias`` a bias of queries, keys and
-    ``token_features``; ``transform_scores`` changes all scores of a query; ``relative_values`` are added to the values
-    that a query reads. ``prepare_positions`` is called before all of these except ``embed``.
+    ``embed`` acts once, at the input of the model. In every layer ``rotate`` is applied to queries and keys, and
+    ``value`` to values. ``position_bias`` depends on positions; ``content_bias`` depends on queries, keys and
+    ``token_features``. ``transform_scores`` changes all scores of a query. ``relative_values`` are added to the values
+    of the keys, by their distances from the query. ``prepare_positions`` is called before all of these except
+    ``embed``.
 
     Attributes:
         heads: number of attention heads H.
-        transform_scores: None, or a method of scores (B, H, n, m), which are -inf where a query does not see a key,
-            queries (B, H, n, D) and the positions of these queries, that returns new scores. It is called for blocks of
-            queries, and again in the backward pass.
+        transform_scores: method that returns new scores (B, H, n, m), or None. Its arguments are the scores, -inf
+            where a query does not see a key, the queries (B, H, n, D), and the positions of these queries. It is called
+            for blocks of queries, and again in the backward pass.
     """
 
     heads: int
@@ -63,11 +64,11 @@ class EncodingInterface(nn.Module):
         return pos
 
     def position_bias(self, pos: Positions) -> Bias | None:
-        """Return the additive bias of these positions, or None."""
+        """Return the additive bias of all pairs of these positions, or None."""
         return None
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...] | None:
-        """Return regions of pairs that are rotated at different positions, or None if all pairs use their own."""
+        """Return regions of pairs with their rotary positions, or None if all pairs are rotated at true positions."""
         return None
 
     def token_features(self, x: Tensor) -> Tensor | None:
@@ -89,7 +90,7 @@ class EncodingInterface(nn.Module):
         return None
 
     def relative_values(self, pos: Positions) -> RelativeValues | None:
-        """Return vectors of distances that are added to the values, or None."""
+        """Return a vector for each distance, which is added to the values of keys at that distance, or None."""
         return None
 
     def tie(self, first: Self) -> None:

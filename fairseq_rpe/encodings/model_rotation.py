@@ -13,7 +13,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import format_value, parse
 from fairseq_rpe.encodings.base import Encoding, registry
 
-# value of a quantity for encodings without such an option, unless their class has an attribute of that name
+# quantity -> its value for encodings without such an option, unless their class has an attribute of that name
 _IMPLIED: dict[str, Any] = {"rotary_fraction": 1.0, "interleaved": False, "resonance": False, "logn": "none"}
 # a spec may differ from the model in these: they are methods of context extension
 _METHODS = frozenset({"resonance", "logn", "original_length"})
@@ -98,22 +98,15 @@ def complete_spec(spec: str, model: ModelRotation | None, *, strict: bool = True
     if model is None or not options:
         return spec
     _check_scaling(spec, stated, options, name, model)
+    if strict:
+        _check_stated_options(spec, stated, options, model)
+    _check_implied_values(spec, cls, options, model)
     defaults = {f.name: f.default for f in fields(config)}
-    missing = []  # options as key=value
+    missing = []  # options to add, as key=value
     for option, quantity in options.items():
         value = model.values.get(quantity)
-        if value is None:
-            continue
-        if option not in stated:
-            missing += [f"{option}={format_value(value)}"] if value != defaults[option] else []
-            continue
-        may_differ = quantity in _METHODS or (quantity == "base" and cls.changes_base)
-        if strict and not may_differ and getattr(config, option) != value:
-            raise UserError(
-                f"'{spec}' has {option}={format_value(getattr(config, option))}, but the model was trained with "
-                f"'{model.spec}': give {option}={format_value(value)}, or leave it out"
-            )
-    _check_implied_values(spec, cls, options, model)
+        if value is not None and option not in stated and value != defaults[option]:
+            missing.append(f"{option}={format_value(value)}")
     if not missing:
         return spec
     filled = ",".join([*(f"{key}={value}" for key, value in stated.items()), *missing])
@@ -121,8 +114,34 @@ def complete_spec(spec: str, model: ModelRotation | None, *, strict: bool = True
     return complete_spec(f"{name}:{filled}", model, strict=strict)
 
 
+def _check_stated_options(
+    spec: str, stated: Mapping[str, str], options: Mapping[str, str], model: ModelRotation
+) -> None:
+    """Refuse an option that contradicts the model and is no method of context extension.
+
+    Args:
+        spec: the spec.
+        stated: its options as text.
+        options: options of its encoding that describe the rotation, with the quantities that they set.
+        model: the model's rotation.
+
+    Raises:
+        UserError: an option contradicts the model.
+    """
+    cls, _, config = registry.resolve(spec)
+    for option, quantity in options.items():
+        value = model.values.get(quantity)
+        may_differ = quantity in _METHODS or (quantity == "base" and cls.changes_base)
+        if value is None or option not in stated or may_differ or getattr(config, option) == value:
+            continue
+        raise UserError(
+            f"'{spec}' has {option}={format_value(getattr(config, option))}, but the model was trained with "
+            f"'{model.spec}': give {option}={format_value(value)}, or leave it out"
+        )
+
+
 def _check_implied_values(spec: str, cls: type[Encoding], options: Mapping[str, str], model: ModelRotation) -> None:
-    """Refuse an encoding without the option for a quantity of the model that it implies to have another value."""
+    """Refuse an encoding that has no option for a quantity of the model, and implies another value of it."""
     for quantity, default in _IMPLIED.items():
         value = model.values.get(quantity)
         if value is not None and quantity not in options.values() and value != getattr(cls, quantity, default):
@@ -135,13 +154,25 @@ def _check_implied_values(spec: str, cls: type[Encoding], options: Mapping[str, 
 def _check_scaling(
     spec: str, stated: Mapping[str, str], options: Mapping[str, str], name: str, model: ModelRotation
 ) -> None:
-    """Refuse a spec that drops the model's scaling without naming another one."""
+    """Refuse a spec that drops the model's scaling without naming another one.
+
+    Args:
+        spec: the spec.
+        stated: its options as text.
+        options: options of its encoding that describe the rotation, with the quantities that they set.
+        name: name of its encoding.
+        model: the model's rotation.
+
+    Raises:
+        UserError: the spec drops the scaling.
+    """
     scaling_option = next((option for option, quantity in options.items() if quantity == "scaling"), None)
-    if not model.scaling or (
-        scaling_option in stated if scaling_option else model.spec and name == parse(model.spec)[0]
-    ):
-        return
-    if model.scaling == "longrope" and name == "longrope" and "factors" in stated:
+    if scaling_option is not None:
+        keeps_or_replaces = scaling_option in stated
+    else:  # the encoding itself is the scaling, and the model has it
+        keeps_or_replaces = bool(model.spec) and name == parse(model.spec)[0]
+    replaces_factors = model.scaling == "longrope" and name == "longrope" and "factors" in stated
+    if not model.scaling or keeps_or_replaces or replaces_factors:
         return
     remedy = f"name a scaling, if need be {scaling_option}=none" if scaling_option else "use rope, which has scalings"
     if model.scaling == "longrope":

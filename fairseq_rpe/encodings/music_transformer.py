@@ -13,7 +13,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 
 
-@register("music")
+@register("music", colour="green", marker=">")
 class Music(Encoding):
     """Music Transformer (Huang et al. 2018, arXiv 1809.04281, Eq. 3): score = (q_i·k_j + q_i·e_(i-j))/sqrt(D).
 
@@ -30,6 +30,7 @@ class Music(Encoding):
 
     formula = "(q_i·k_j + q_i·e_(i-j))/√D"
     paper = "Huang et al. 2018 (arXiv 1809.04281), Eq. 3"
+    family = "bias that depends on the content"
     sharing_modes = ("layer", "model")
     position_type = "whole"
     bounded_reason = "the bias is q·e/√D with a learned e, bounded for bounded q, and constant in d from M on"

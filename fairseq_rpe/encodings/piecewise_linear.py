@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 from fairseq_rpe.core.bias import PiecewiseLinear
 
+# activation -> its derivative; 0.01 is the negative slope of F.leaky_relu
 _SLOPES = {F.relu: lambda z: (z > 0).to(z.dtype), F.leaky_relu: lambda z: torch.where(z > 0, torch.ones_like(z), 0.01)}
 _MIN_GAP = 1e-7  # relative to the interval: closer kinks are merged, as float32 cannot distinguish them
+# a layer: weight (out, in), bias (out,) and activation
 Stage = tuple[Tensor, Tensor, Callable[[Tensor], Tensor] | None]
 
 
@@ -26,10 +28,12 @@ def linear_pieces(stages: Sequence[Stage], top: float, dtype: torch.dtype) -> Pi
     """Return the linear pieces of f(x) = stage_n(… stage_1(x)) on [0, top], differentiable in the weights.
 
     Args:
-        stages: weight (out, in), bias (out,) and activation (ReLU, leaky ReLU or None) of each layer; the first has
-            in = 1, the last has out = H.
+        stages: the layers, with activation ReLU, leaky ReLU or None; the first has in = 1, the last has out = H.
         top: upper end of the interval.
         dtype: dtype of the pieces.
+
+    Returns:
+        The pieces of f.
     """
     ends = _kinks(stages, torch.tensor([0.0, top], dtype=torch.float64, device=stages[0][0].device))
     middle = ((ends[:-1] + ends[1:]) / 2).to(dtype)
@@ -54,10 +58,10 @@ def _kinks(stages: Sequence[Stage], ends: Tensor) -> Tensor:
     for depth, (weight, bias, activation) in enumerate(stages):
         if activation is None:
             continue
-        z = _network([*stages[:depth], (weight, bias, None)], ends)[0]  # preactivations (K, units)
-        left, right = z[:-1], z[1:]
+        z, _ = _network([*stages[:depth], (weight, bias, None)], ends)  # preactivations (K, units)
+        left, right = z[:-1], z[1:]  # (K - 1, units), at both ends of each interval
         crosses = (left < 0) != (right < 0)
-        zeros = ends[:-1, None] + ends.diff()[:, None] * left / (left - right)
+        zeros = ends[:-1, None] + ends.diff()[:, None] * left / (left - right)  # of the line through both ends
         ends = torch.cat([ends, zeros[crosses]]).sort().values
         ends = torch.cat([ends[:-1][ends.diff() > min_gap], ends[-1:]])
     return ends

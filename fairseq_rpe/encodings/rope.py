@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE) and scalings of its frequencies for longer inputs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -14,28 +14,103 @@ from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Rotary, register
 
-# options that each scaling uses; another option would have no effect, so it is refused
-_RAMP = ("factor", "original_length", "beta_fast", "beta_slow", "ramp")
-OPTIONS_BY_SCALING = {
-    "none": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "dynamic_ntk": ("factor", "original_length"),
-    "ntk_by_parts": _RAMP,
-    "llama3": tuple(key for key in _RAMP if key != "ramp"),
-    "yarn": (*_RAMP, "temperature", "temperature_on"),
-    "truncated": ("factor", "original_length", "truncate_high", "truncate_low", "truncate_value"),
-}
+# options that have an effect with every scaling
 _ALWAYS = ("base", "scaling", "resonance", "logn", "rotary_fraction", "interleaved")
 
 
-@register("rope")
+@dataclass(frozen=True)
+class Scaling:
+    """A change of the frequencies θ for longer inputs.
+
+    Attributes:
+        scale: function of θ (..., P), κ (..., 1) and the encoding, which returns the changed frequencies (..., P).
+        options: options that have an effect, besides those of every scaling; any other one is refused.
+        dynamic: whether κ follows from the current length; the option ``factor`` is then α, and may be left out.
+        beta_fast: value of ``beta_fast=auto``.
+        has_temperature: whether queries and keys are multiplied by YaRN's temperature.
+    """
+
+    scale: Callable[[Tensor, Tensor, "Rope"], Tensor]
+    options: tuple[str, ...] = ()
+    dynamic: bool = False
+    beta_fast: float = 32.0
+    has_temperature: bool = False
+
+
+def _keep(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
+    return theta
+
+
+def _scale_linearly(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
+    return theta / kappa
+
+
+def _scale_base(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
+    """Return the frequencies of the base base·κ^(d/(d-2))."""
+    return theta * kappa ** (-2 * _pair_indices(theta) / max(rope.rotated - 2, 1))
+
+
+def _scale_by_parts(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
+    """Return θ/κ for low frequencies, θ for high ones, and a blend between them by the option ``ramp``."""
+    share = _share_of_rotations(theta, rope) if rope.config.ramp == "paper" else _share_of_index(theta, rope)
+    return torch.lerp(theta / kappa, theta, share)
+
+
+def _scale_as_llama3(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
+    """Return the frequencies of ``ntk_by_parts`` with the ramp of the paper."""
+    return torch.lerp(theta / kappa, theta, _share_of_rotations(theta, rope))
+
+
+def _truncate(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
+    """Return θ from b on, ρ from a to b, and 0 below a."""
+    cfg = rope.config
+    high, low, value = cfg.truncate_high, cfg.truncate_low, cfg.truncate_value
+    b = 2 * math.pi / (kappa * rope.original_length) if high is None else torch.full_like(kappa, high)
+    a = b / 8 if low is None else torch.full_like(b, low)
+    rho = b / 16 if value is None else torch.full_like(b, value)
+    return torch.where(theta >= b, theta, torch.where(theta < a, 0.0, rho))
+
+
+def _share_of_rotations(theta: Tensor, rope: "Rope") -> Tensor:
+    """Return γ (..., P), the weight of the unscaled θ, linear in the number of rotations within L."""
+    fast, slow = rope.beta_fast, rope.config.beta_slow
+    return ((rope.original_length * theta / (2 * math.pi) - slow) / (fast - slow)).clamp(0, 1)
+
+
+def _share_of_index(theta: Tensor, rope: "Rope") -> Tensor:
+    """Return γ (P,), the weight of the unscaled θ, linear in the pair's index."""
+    low, high = rope.ramp_bounds()
+    return 1 - ((_pair_indices(theta) - low) / (high - low)).clamp(0, 1)
+
+
+def _pair_indices(theta: Tensor) -> Tensor:
+    """Return the index s = 0 … P - 1 of each pair, (P,)."""
+    return torch.arange(theta.shape[-1], device=theta.device, dtype=theta.dtype)
+
+
+_LENGTHS = ("factor", "original_length")
+_BETAS = ("beta_fast", "beta_slow")
+SCALINGS = {
+    "none": Scaling(_keep),
+    "linear": Scaling(_scale_linearly, ("factor",)),
+    "ntk": Scaling(_scale_base, ("factor",)),
+    "dynamic_ntk": Scaling(_scale_base, _LENGTHS, dynamic=True),
+    "ntk_by_parts": Scaling(_scale_by_parts, (*_LENGTHS, *_BETAS, "ramp")),
+    "llama3": Scaling(_scale_as_llama3, (*_LENGTHS, *_BETAS), beta_fast=4.0),
+    "yarn": Scaling(
+        _scale_by_parts, (*_LENGTHS, *_BETAS, "ramp", "temperature", "temperature_on"), has_temperature=True
+    ),
+    "truncated": Scaling(_truncate, (*_LENGTHS, "truncate_high", "truncate_low", "truncate_value")),
+}
+
+
+@register("rope", colour="sky blue", marker="<")
 class Rope(Rotary):
     """RoPE (Su et al. 2021, arXiv 2104.09864): q and k are rotated by i·θ_s, so that scores depend on i - j.
 
     θ_s = base^(-2s/d) is ``inv_freq`` (P,) of pair s = 0 … P - 1, d = 2P the rotated width, T the current length (the
     row's largest position + 1), L the original length, κ the factor, γ a weight from 0 to 1. The sum of exp(score)
-    over all distances diverges. The last two items are options that combine with any scaling, the others scalings of θ:
+    over all distances diverges. The option ``scaling`` names one of these changes of θ:
 
     - linear: θ/κ, position interpolation, Chen et al. 2023 (arXiv 2306.15595).
     - ntk: θ_s·κ^(-2s/(d-2)), that is base·κ^(d/(d-2)), NTK-aware scaling, bloc97 2023.
@@ -52,6 +127,9 @@ class Rope(Rotary):
     - truncated: θ if θ >= b, ρ if a <= θ < b, 0 below; by default b = 2π/(κ·L), a = b/8 and ρ = b/16 (the paper
       does not state the values and the edges; these are its code's). It needs fine-tuning. Pal et al. 2023
       (arXiv 2308.10882).
+
+    Two more options combine with any scaling:
+
     - resonance: wavelengths 2π/θ are rounded to whole tokens, after any scaling. Wang et al. 2024 (arXiv 2403.00071).
     - logn: query i (the whole head) times ln(i+1)/ln L; ``clipped``: at least 1. It keeps the entropy of attention
       stable as the number of keys grows (Su 2021; Chiang & Cholak 2022, arXiv 2202.12172).
@@ -67,7 +145,7 @@ class Rope(Rotary):
         """Options of ``rope``."""
 
         base: float = option(10000.0, "b in θ_s = b^(-2s/d); a larger one alone stretches the wavelengths", above=1)
-        scaling: str = option("none", "how the frequencies change for longer inputs", choices=tuple(OPTIONS_BY_SCALING))
+        scaling: str = option("none", "how the frequencies change for longer inputs", choices=tuple(SCALINGS))
         factor: float | Literal["auto"] | None = option(
             None,
             "κ = target / original length; auto: evaluation / original length, at least 1; "
@@ -119,6 +197,7 @@ class Rope(Rotary):
     formula = "(R_i q)·(R_j k),  R_p rotates pair s by p·θ_s,  θ_s = base^(-2s/d)"
     paper = "Su et al. 2021 (arXiv 2104.09864)"
     changes_base = True
+    dape_base = True
 
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:
@@ -134,8 +213,6 @@ class Rope(Rotary):
     def setup(self) -> None:
         """Check the options and derive settings from them."""
         cfg = self.config
-        # Rotary.setup computes the rotated width from rotary_fraction, so these attributes are set before it is called
-        self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
         self.scale_whole_head = cfg.temperature_on == "head"
         super().setup()
         self.original_length = cfg.original_length or self.length or 0
@@ -145,9 +222,14 @@ class Rope(Rotary):
         self._check_logn()
         self._set_betas()
         self._check_truncation()
-        self.length_dependent = cfg.factor == "auto" or cfg.scaling == "dynamic_ntk"
+        self.length_dependent = cfg.factor == "auto" or self.scaling.dynamic
         # a derived class may make the rotation depend on the length
         self.fixed_rotation = type(self) is Rope and not self.length_dependent
+
+    @property
+    def scaling(self) -> Scaling:
+        """The change of the frequencies that the option ``scaling`` names."""
+        return SCALINGS[self.config.scaling]
 
     def _refuse_ineffective_options(self, effective: Sequence[str]) -> None:
         """Refuse options that were set but have no effect in combination with the others."""
@@ -155,16 +237,16 @@ class Rope(Rotary):
         for f in fields(cfg):
             if f.name not in effective and getattr(cfg, f.name) != f.default:
                 # truncate_high is named where it may be the reason that the option has no effect
-                instead = ",truncate_high=…" if f.name in OPTIONS_BY_SCALING[cfg.scaling] else ""
+                instead = ",truncate_high=…" if f.name in self.scaling.options else ""
                 raise UserError(f"'rope:scaling={cfg.scaling}{instead}' does not read {f.name}: leave it out")
 
     def _check_scaling(self, effective: Sequence[str]) -> None:
         """Check that the scaling has the factor and the original length that it needs."""
         cfg = self.config
-        if cfg.factor is None and "factor" in effective and cfg.scaling != "dynamic_ntk":
+        if cfg.factor is None and "factor" in effective and not self.scaling.dynamic:
             raise UserError(f"'rope:scaling={cfg.scaling}' needs factor=NUMBER or factor=auto")
-        if cfg.factor == "auto" and cfg.scaling == "dynamic_ntk":
-            raise UserError("'rope:scaling=dynamic_ntk' adapts to the length: its factor, alpha, must be a number")
+        if cfg.factor == "auto" and self.scaling.dynamic:
+            raise UserError(f"'rope:scaling={cfg.scaling}' adapts to the length: its factor, alpha, must be a number")
         if "original_length" in effective and not self.original_length:
             raise UserError("'rope' needs the original length for this scaling: give original_length=N")
 
@@ -179,15 +261,14 @@ class Rope(Rotary):
     def _set_betas(self) -> None:
         """Set ``beta_fast``, which has a default for each scaling, and check it against ``beta_slow``."""
         cfg = self.config
-        automatic = 4.0 if cfg.scaling == "llama3" else 32.0
-        self.beta_fast = automatic if cfg.beta_fast == "auto" else cfg.beta_fast
+        self.beta_fast = self.scaling.beta_fast if cfg.beta_fast == "auto" else cfg.beta_fast
         if self.beta_fast <= cfg.beta_slow:
             raise UserError(f"'rope': beta_fast={self.beta_fast:g} must be more than beta_slow={cfg.beta_slow:g}")
 
     def _check_truncation(self) -> None:
         """Check that the edges of ``truncated`` are in order; with factor=auto, at the largest upper edge, of κ = 1."""
         cfg = self.config
-        if cfg.scaling == "truncated" and cfg.truncate_low is not None:
+        if cfg.truncate_low is not None:
             factor = cfg.factor if isinstance(cfg.factor, float) else 1.0
             high = cfg.truncate_high or 2 * math.pi / (factor * self.original_length)
             if cfg.truncate_low > high:
@@ -198,7 +279,7 @@ class Rope(Rotary):
     def factor(self, length: Tensor) -> Tensor:
         """Return the factor κ at the current lengths in tokens, in their shape."""
         cfg = self.config
-        if cfg.scaling == "dynamic_ntk":
+        if self.scaling.dynamic:
             return ((length / self.original_length - 1) * (1.0 if cfg.factor is None else cfg.factor) + 1).clamp_min(1)
         if cfg.factor == "auto":
             return (length / self.original_length).clamp_min(1)
@@ -213,35 +294,11 @@ class Rope(Rotary):
         Returns:
             (..., P) float64, in radians per token.
         """
-        d, scaling = self.rotated, self.config.scaling
-        s = torch.arange(d // 2, device=length.device, dtype=length.dtype)
+        s = torch.arange(self.rotated // 2, device=length.device, dtype=length.dtype)
         kappa = self.factor(length)
-        theta = (self.config.base ** (-2 * s / d)).expand(*kappa.shape[:-1], -1)
-        if scaling == "linear":
-            theta = theta / kappa
-        elif scaling in ("ntk", "dynamic_ntk"):
-            theta = theta * kappa ** (-2 * s / max(d - 2, 1))
-        elif scaling in ("ntk_by_parts", "llama3", "yarn"):
-            theta = torch.lerp(theta / kappa, theta, self._unscaled_share(theta, s))
-        elif scaling == "truncated":
-            theta = self._truncate(theta, kappa)
+        theta = (self.config.base ** (-2 * s / self.rotated)).expand(*kappa.shape[:-1], -1)
+        theta = self.scaling.scale(theta, kappa, self)
         return 2 * math.pi / self._wavelengths(theta) if self.config.resonance else theta
-
-    def _truncate(self, theta: Tensor, kappa: Tensor) -> Tensor:
-        """Return the frequencies (..., P): θ from b on, ρ from a to b, and 0 below a, at factors κ (..., 1)."""
-        high, low, value = self.config.truncate_high, self.config.truncate_low, self.config.truncate_value
-        b = 2 * math.pi / (kappa * self.original_length) if high is None else torch.full_like(kappa, high)
-        a = b / 8 if low is None else torch.full_like(b, low)
-        rho = b / 16 if value is None else torch.full_like(b, value)
-        return torch.where(theta >= b, theta, torch.where(theta < a, 0.0, rho))
-
-    def _unscaled_share(self, theta: Tensor, s: Tensor) -> Tensor:
-        """Return γ (..., P), the weight of the original frequency θ of each pair s."""
-        fast, slow = self.beta_fast, self.config.beta_slow
-        if self.config.ramp == "paper" or self.config.scaling == "llama3":
-            return ((self.original_length * theta / (2 * math.pi) - slow) / (fast - slow)).clamp(0, 1)
-        low, high = self.ramp_bounds()
-        return 1 - ((s - low) / (high - low)).clamp(0, 1)
 
     def ramp_bounds(self) -> tuple[int, float]:
         """Return the indices of the pairs between which γ falls from 1 to 0 with ``ramp=code``.
@@ -283,7 +340,7 @@ class Rope(Rotary):
 
     def _temperature(self, at: Tensor, pos: Positions) -> Tensor | None:
         """Return YaRN's factor of queries and of keys, (B or 1, 1, 1), or None."""
-        if self.config.scaling != "yarn":
+        if not self.scaling.has_temperature:
             return None
         kappa = self.factor(current_length(pos))[:, None]
         if self.config.temperature == "auto":
@@ -293,9 +350,9 @@ class Rope(Rotary):
 
 def effective_options(config: Rope.Config) -> tuple[str, ...]:
     """Return the names of options that have an effect in combination with the others of ``config``."""
-    options = OPTIONS_BY_SCALING[config.scaling]
-    if config.scaling == "truncated" and config.truncate_high is not None:  # replaces 2π/(κ·L)
-        options = tuple(key for key in options if key not in ("factor", "original_length"))
+    options = SCALINGS[config.scaling].options
+    if "truncate_high" in options and config.truncate_high is not None:  # replaces 2π/(κ·L)
+        options = tuple(key for key in options if key not in _LENGTHS)
     length_dependent = config.factor == "auto" or config.logn != "none"
     return (*_ALWAYS, *options, *(("original_length",) if length_dependent else ()))
 

@@ -1,6 +1,6 @@
 """Training-free context extension for RoPE: relative positions are remapped to distances seen in training.
 
-Each encoding reads models that were trained with ``rope`` of the same base, rotary_fraction and interleaved. In the
+These encodings replace the ``rope`` of a trained model, with the same base, rotary_fraction and interleaved. In the
 formulas i is a query's position, j a key's, d = i - j >= 0, L the training length in tokens, and ρ(i, j) the relative
 position of a pair: q_i and k_j are rotated at positions that differ by ρ. Scores are q·k / sqrt(D) under one softmax.
 """
@@ -21,13 +21,14 @@ from fairseq_rpe.encodings.rope import Rope, logn_factor
 
 
 class RegionRope(Rotary):
-    """Base class of RoPE whose pairs are rotated by regions. Implement ``rotation_regions``.
+    """Base class of RoPE with other rotary positions in each region of pairs. Implement ``rotation_regions``.
 
-    Cached keys are not rotated in the cache but on every read. Positions are whole and count real tokens.
+    A KV cache holds keys before the rotation, and they are rotated on every read. Positions are whole and count real
+    tokens.
 
     Attributes:
         name: registered name, for messages.
-        needs_original_length: whether some option is 0, so that its value is derived from L.
+        needs_original_length: whether an option is 0 and its value is derived from L, or queries are scaled by ln L.
         original_length: L, or 0 if unknown.
     """
 
@@ -40,6 +41,7 @@ class RegionRope(Rotary):
         interleaved: bool = option(False, "rotate pairs (2s, 2s+1) instead of (s, s + d/2), as trained")
         original_length: int = option(0, "L, tokens of the training; 0: the training length", minimum=0)
 
+    family = "RoPE on longer texts, without training"
     position_type = "whole"
     name: ClassVar[str] = ""
 
@@ -50,22 +52,20 @@ class RegionRope(Rotary):
 
     def setup(self) -> None:
         """Check the options and derive settings from them."""
-        self.needs_original_length = False
-        cfg = self.config
-        # Rotary.setup computes the rotated width from rotary_fraction
-        self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
         super().setup()
-        self.original_length = cfg.original_length or self.length or 0
-        # by id of the positions ``at``, which are stored as well so that the id stays unique; all of ``self._pos``
+        self.needs_original_length = False  # until `resolve_length` finds an option that is 0
+        self.original_length = self.config.original_length or self.length or 0
+        # cos and sin of all regions of the positions `_cached_pos`, by id of the tensor `at`; the tensor is stored as
+        # well, so that no other tensor gets its id
         self._region_cache: dict[int, tuple[Tensor, CosSin]] = {}
-        self._pos: Positions | None = None
+        self._cached_pos: Positions | None = None
 
     def resolve_length(self, key: str, from_original: Callable[[int], int] = int) -> int:
-        """Return a length in tokens from an option.
+        """Return the length in tokens that an option sets, or that follows from L if the option is 0.
 
         Args:
             key: name of the option.
-            from_original: function of L that gives the value, at least 1, if the option is 0.
+            from_original: function of L that gives the length; a result below 1 becomes 1.
 
         Raises:
             UserError: the option is 0 and L is unknown.
@@ -77,7 +77,7 @@ class RegionRope(Rotary):
         return value or max(1, from_original(self.original_length))
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
-        """Return the regions of pairs with their rotary positions; implemented by subclasses."""
+        """Return the regions of pairs, each with its rotary positions; subclasses implement this."""
         raise NotImplementedError
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
@@ -86,12 +86,15 @@ class RegionRope(Rotary):
         return at[..., None] * (self.config.base ** (-2 * s / self.rotated)).to(at.dtype)
 
     def _cos_sin(self, at: Tensor, pos: Positions, key: bool) -> CosSin:
-        """Return what ``Rotary._cos_sin`` does, cached for each region, not once for queries and once for keys."""
-        if self._pos is not pos:
-            self._region_cache, self._pos = {}, pos
+        """Return what ``Rotary._cos_sin`` returns, cached for each region.
+
+        ``Rotary`` caches one result for queries and one for keys, and regions have several of both.
+        """
+        if self._cached_pos is not pos:
+            self._region_cache, self._cached_pos = {}, pos
         if id(at) not in self._region_cache:
             self._region_cache[id(at)] = at, super()._cos_sin(at, pos, key)
-            self._cos_sin_cache, self._angle_cache = {}, None  # not needed beside the cache of regions
+            self._cos_sin_cache, self._angle_cache = {}, None  # frees what the cache of regions does not need
         _, cos_sin = self._region_cache[id(at)]
         return cos_sin
 
@@ -117,19 +120,23 @@ class LogNRegionRope(RegionRope):
         rotated = super().rotate(x, at, pos, key)
         if key or not self.config.logn:
             return rotated
-        factor = logn_factor(pos.q.double(), self.original_length)
+        factor = logn_factor(pos.q.double(), self.original_length)  # (B or 1, n), of the true positions
         wide = torch.promote_types(x.dtype, torch.float32)
         return (rotated.to(wide) * factor[:, None, :, None].to(wide)).to(x.dtype)
 
 
 def near_region(pos: Positions, window: int) -> RotationRegion:
     """Return the region of pairs with d < ``window``, rotated at their own positions."""
-    return RotationRegion(pos.q, pos.k, lambda i, j: i - j < window, lambda first, last: (first - window, last))
+    return RotationRegion(
+        pos.q, pos.k, covers=lambda i, j: i - j < window, key_range=lambda first, last: (first - window, last)
+    )
 
 
 def far_region(q: Tensor, k: Tensor, window: int) -> RotationRegion:
     """Return the region of pairs with d >= ``window``, rotated at positions ``q`` and ``k``."""
-    return RotationRegion(q, k, lambda i, j: i - j >= window, lambda first, last: (first * 0, last - window))
+    return RotationRegion(
+        q, k, covers=lambda i, j: i - j >= window, key_range=lambda first, last: (first * 0, last - window)
+    )
 
 
 def shared_position(position: float, like: Tensor) -> Tensor:
@@ -137,7 +144,7 @@ def shared_position(position: float, like: Tensor) -> Tensor:
     return like.new_full((1, 1), position)
 
 
-@register("self_extend")
+@register("self_extend", colour="black", marker="^")
 class SelfExtend(LogNRegionRope):
     """Self-Extend (Jin et al. 2024, arXiv 2401.01325): far keys are grouped, G tokens sharing a position.
 
@@ -170,13 +177,13 @@ class SelfExtend(LogNRegionRope):
             raise UserError(f"'self_extend': group={group} does not divide window={self.window}: change one of them")
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
-        """Return the regions of pairs with their rotary positions."""
+        """Return the regions of pairs, each with its rotary positions."""
         group, window = self.config.group, self.window
-        q, k = (torch.div(x, group, rounding_mode="floor") for x in (pos.q, pos.k))
+        q, k = (_floor_div(x, group) for x in (pos.q, pos.k))
         return near_region(pos, window), far_region(q + (window - window // group), k, window)
 
 
-@register("rerope")
+@register("rerope", colour="pink", marker="<")
 class ReRope(LogNRegionRope):
     """ReRoPE (Su 2023): distances are clipped at w, ρ = min(d, w), so the length of the input is not limited.
 
@@ -201,13 +208,13 @@ class ReRope(LogNRegionRope):
         self.window = self.resolve_length("window", lambda length: length // 8)
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
-        """Return the regions of pairs with their rotary positions."""
+        """Return the regions of pairs, each with its rotary positions."""
         return near_region(pos, self.window), far_region(
             shared_position(self.window, pos.q), shared_position(0, pos.k), self.window
         )
 
 
-@register("leaky_rerope")
+@register("leaky_rerope", colour="orange", marker="P")
 class LeakyReRope(ReRope):
     """Leaky ReRoPE (Su 2023): beyond w, k tokens count as one, ρ = w + (d - w)/k.
 
@@ -224,12 +231,12 @@ class LeakyReRope(ReRope):
     name = "leaky_rerope"
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
-        """Return the regions of pairs with their rotary positions."""
+        """Return the regions of pairs, each with its rotary positions."""
         window, k = self.window, self.config.k
         return near_region(pos, window), far_region((pos.q + window * (k - 1)) / k, pos.k / k, window)
 
 
-@register("dual_chunk")
+@register("dual_chunk", colour="green", marker="v")
 class DualChunk(RegionRope):
     """Dual chunk attention (An et al. 2024, arXiv 2402.17463): keys are rotated at j mod S, S the chunk size.
 
@@ -262,29 +269,41 @@ class DualChunk(RegionRope):
             )
 
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
-        """Return the regions of pairs with their rotary positions."""
+        """Return the regions of pairs, each with its rotary positions."""
         size, max_position = self.chunk, self.max_position
-
-        def chunk_index(x: Tensor) -> Tensor:
-            return torch.div(x, size, rounding_mode="floor")
-
-        def chunk_region(q: Tensor, back: int) -> RotationRegion:
-            """Return the region of keys ``back`` chunks before the query's."""
-            return RotationRegion(
-                q,
-                k,
-                lambda i, j: chunk_index(i) - chunk_index(j) == back,
-                lambda first, last: ((chunk_index(first) - back) * size, (chunk_index(last) - back + 1) * size - 1),
-            )
-
-        inside, k = (torch.remainder(x, size) for x in (pos.q, pos.k))
-        older = RotationRegion(
-            shared_position(max_position, pos.q),
-            k,
-            lambda i, j: chunk_index(i) - chunk_index(j) >= 2,
-            lambda first, last: (first * 0, (chunk_index(last) - 1) * size - 1),
+        q, k = (torch.remainder(x, size) for x in (pos.q, pos.k))  # positions within their chunks
+        return (
+            _chunk_region(q, k, size, back=0),
+            _chunk_region((q + size).clamp_max(max_position), k, size, back=1),
+            _older_chunks_region(shared_position(max_position, pos.q), k, size),
         )
-        return chunk_region(inside, 0), chunk_region((inside + size).clamp_max(max_position), 1), older
+
+
+def _floor_div(x: Tensor, divisor: int) -> Tensor:
+    return torch.div(x, divisor, rounding_mode="floor")
+
+
+def _chunk_region(q: Tensor, k: Tensor, size: int, back: int) -> RotationRegion:
+    """Return the region of keys in the chunk that is ``back`` chunks of ``size`` tokens before the query's."""
+    return RotationRegion(
+        q,
+        k,
+        covers=lambda i, j: _floor_div(i, size) - _floor_div(j, size) == back,
+        key_range=lambda first, last: (
+            (_floor_div(first, size) - back) * size,
+            (_floor_div(last, size) - back + 1) * size - 1,
+        ),
+    )
+
+
+def _older_chunks_region(q: Tensor, k: Tensor, size: int) -> RotationRegion:
+    """Return the region of keys at least two chunks of ``size`` tokens before the query's."""
+    return RotationRegion(
+        q,
+        k,
+        covers=lambda i, j: _floor_div(i, size) - _floor_div(j, size) >= 2,
+        key_range=lambda first, last: (first * 0, (_floor_div(last, size) - 1) * size - 1),
+    )
 
 
 ROTATION_OPTIONS = ("base", "rotary_fraction", "interleaved")

@@ -11,7 +11,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import DistanceBias, register
 
 
-@register("sandwich")
+@register("sandwich", colour="blue", marker="s")
 class Sandwich(DistanceBias):
     """Sandwich (Chi et al. 2023, arXiv 2212.10356): (H / 8h)·Σ_s cos(d·10000^(-s/D)) for head h = 1 … H.
 

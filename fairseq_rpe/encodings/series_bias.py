@@ -42,7 +42,7 @@ class _SeriesBias(DistanceBias):
         return [self.formulas[1]] * self.heads
 
 
-@register("type1")
+@register("type1", colour="green", marker="^")
 class Type1(_SeriesBias):
     """Quadratic series 1/n²; Σ exp(bias) converges (``variant=paper``: to π²/6)."""
 
@@ -54,7 +54,7 @@ class Type1(_SeriesBias):
         return -2 * torch.log1p(d) if k is None else -torch.log1p((k * d).square())
 
 
-@register("type2")
+@register("type2", colour="green", marker="D")
 class Type2(_SeriesBias):
     """Series exp(-ln² n); Σ exp(bias) converges faster than any power of n."""
 
@@ -66,7 +66,7 @@ class Type2(_SeriesBias):
         return -(torch.log1p(d) if k is None else torch.log(3 + k * d)).square()
 
 
-@register("inv_n")
+@register("inv_n", colour="pink", marker="D")
 class InverseN(_SeriesBias):
     """Harmonic series 1/n; Σ exp(bias) diverges. Equal to kerple_log with p = 1, a = k_h."""
 
@@ -78,7 +78,7 @@ class InverseN(_SeriesBias):
         return -torch.log1p(d if k is None else k * d)
 
 
-@register("inv_nlnn")
+@register("inv_nlnn", colour="pink", marker="v")
 class InverseNLogN(_SeriesBias):
     """Series 1/(n ln n); Σ exp(bias) diverges like ln ln n."""
 

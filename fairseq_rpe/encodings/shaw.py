@@ -11,7 +11,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 
 
-@register("shaw")
+@register("shaw", colour="green", marker="<")
 class Shaw(Encoding):
     """Vectors of clipped distances added to keys, and to values with ``values`` (Shaw et al. 2018, arXiv 1803.02155).
 
@@ -31,6 +31,7 @@ class Shaw(Encoding):
 
     formula = "q_i·(k_j + a_min(i-j, K))/√D;  with values  Σ_j p_ij·(v_j + b_min(i-j, K))"
     paper = "Shaw et al. 2018 (arXiv 1803.02155), Eq. 3-5"
+    family = "bias that depends on the content"
     sharing_modes = ("layer", "model")
     position_type = "whole"
     bounded_reason = "the bias is q·a/√D with a learned a, bounded for bounded q, and constant in d from K on"

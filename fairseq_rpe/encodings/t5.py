@@ -26,7 +26,7 @@ def relative_position_bucket(d: Tensor, buckets: int, max_distance: int) -> Tens
 MAX_DISTANCE = 128  # as in T5
 
 
-@register("t5_bias")
+@register("t5_bias", colour="black", marker="P")
 class T5Bias(DistanceBias):
     """T5's bias table[bucket(d), h] (Raffel et al. 2020, arXiv 1910.10683, Section 2.1), table (buckets, H).
 

@@ -10,14 +10,14 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import DistanceBias, register
 
 
-@register("tisa")
+@register("tisa", colour="orange", marker=">")
 class Tisa(DistanceBias):
     """Translation-invariant self-attention (Wennberg and Henter 2021, arXiv 2106.01950).
 
     The bias is Σ_r a_r·exp(-|b_r|·(c_r + d)²). Each of the R kernels of a head has an amplitude a, a sharpness b and
     an offset c, each (R, H), learned per layer. The bias tends to 0 with d, so Σ exp(bias) diverges. The paper's
-    signed offset j - i is -d for past keys, so a kernel with c < 0 peaks at d = -c, and of one with c > 0, which peaks
-    in the future, a causal model sees the tail only. The absolute value of b and the initial values follow the
+    signed offset j - i is -d for past keys. A kernel with c < 0 therefore peaks at d = -c. A kernel with c > 0 peaks in
+    the future, and a causal model sees only its tail. The absolute value of b and the initial values follow the
     authors' code: a and b ~ N(0.1, 0.01) and c ~ N(0, 5), by mean and standard deviation.
     """
 

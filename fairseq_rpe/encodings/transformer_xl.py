@@ -12,7 +12,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, count_distances, is_sparse, register
 
 
-@register("transformer_xl")
+@register("transformer_xl", colour="black", marker="D")
 class TransformerXL(Encoding):
     """Relative attention of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, Section 3.3).
 
@@ -33,6 +33,7 @@ class TransformerXL(Encoding):
 
     formula = "((q_i + u)·k_j + (q_i + v)·W_R·R_(i-j))/√D"
     paper = "Dai et al. 2019 (arXiv 1901.02860), section 3.3"
+    family = "bias that depends on the content"
     sharing_modes = ("layer", "model")
     position_type = "whole"
     bounded_reason = "the bias is (q + v)·W_R·R/√D + u·k/√D with sines R, bounded for bounded q and k"

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from fairseq_rpe.encodings.base import PairwiseBias, register
 from fairseq_rpe.encodings.t5 import relative_position_bucket
 
 
-@register("tupe")
+@register("tupe", colour="black", marker="s")
 class Tupe(PairwiseBias):
     """TUPE (Ke et al. 2021, arXiv 2006.15595): untied position-to-position term; with ``relative=true`` TUPE-R.
 
@@ -44,9 +45,14 @@ class Tupe(PairwiseBias):
     fixed_rotation = True
     buckets, max_distance = 32, 128
 
+    @classmethod
+    def position_limit(cls, config: Any, length: int | None) -> int | None:
+        """Return the number of rows of the table."""
+        return config.max_positions or length
+
     def setup(self) -> None:
         """Check the options and create the parameters."""
-        rows = self.config.max_positions or self.length
+        rows = self.position_limit(self.config, self.length)
         if not rows:
             raise UserError("'tupe' needs a table size: give max_positions=N or a training length")
         if self.length and rows < self.length:
@@ -72,35 +78,61 @@ class Tupe(PairwiseBias):
         return F.layer_norm(p, (self.width,), self.norm.weight.to(dtype), self.norm.bias.to(dtype), self.norm.eps)
 
     def position_bias(self, pos: Positions) -> PairBias:
-        """Return the bias of pairs as inner products of vectors of queries (R, H, E) and keys (R', H or 1, E).
-
-        For few queries, as in decoding, U_K is applied to the queries instead, so that no key has to be projected.
-        """
+        """Return the bias of pairs as inner products of vectors of query positions and of key positions."""
         first, last, last_key = (int(x) for x in (pos.q.min().clamp_min(0), pos.q.max(), pos.k.max()))
-        if max(last, last_key) >= len(self.table):
+        largest = max(last, last_key)
+        if largest >= len(self.table):
             raise UserError(
-                f"position {max(last, last_key)} is beyond the {len(self.table)} positions that 'tupe' was trained with"
-                f": evaluate at {len(self.table)} tokens or fewer, or train with an encoding that extrapolates"
+                f"position {largest} is beyond the {len(self.table)} positions that 'tupe' was trained with: evaluate "
+                f"at {len(self.table)} tokens or fewer, or train with an encoding that extrapolates"
             )
-        dtype, heads = pos.k.dtype, self.heads
-        p = self.vectors(max(last, last_key) + 1, dtype)
-        (w_q, w_k), (b_q, b_k) = (x.to(dtype).chunk(2) for x in (self.project.weight, self.project.bias))
-        q = F.linear(p[first : last + 1], w_q, b_q).unflatten(1, (heads, -1)) / math.sqrt(2 * self.width // heads)
-        if len(q) * heads < self.width:
-            constant = (q * b_k.view(heads, -1)).sum(-1, keepdim=True)
-            q = torch.cat([torch.einsum("ihd,hdc->ihc", q, w_k.unflatten(0, (heads, -1))), constant], dim=-1)
-            k = F.pad(p, (0, 1), value=1.0)[:, None]
-        else:
-            k = F.linear(p, w_k, b_k).unflatten(1, (heads, -1))
-        relative = () if self.relative is None else (self.relative.to(dtype),)
+        q, k = self._project(self.vectors(largest + 1, pos.k.dtype), first, last)
+        relative = () if self.relative is None else (self.relative.to(pos.k.dtype),)
         return PairBias(partial(self._pair_bias, first), (q, k, *relative))
 
+    def _project(self, p: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Project the vectors of positions for queries and keys.
+
+        For few queries, as in decoding, U_K is applied to the queries instead, so that no key has to be projected:
+        q·(W p + b) = (Wᵀ q)·p + q·b.
+
+        Args:
+            p: (T, C) vectors of positions 0 … T-1.
+            first: smallest position of a query.
+            last: largest position of a query.
+
+        Returns:
+            Vectors (R, H, E) of positions ``first`` … ``last`` for queries, and (T, H, E) of all positions for keys,
+            with E = D; or for few queries (T, 1, E) for keys, which all heads share, with E = C + 1.
+        """
+        heads = self.heads
+        (w_q, w_k), (b_q, b_k) = (x.to(p.dtype).chunk(2) for x in (self.project.weight, self.project.bias))
+        q = F.linear(p[first : last + 1], w_q, b_q).unflatten(1, (heads, -1))  # (R, H, D)
+        q = q / math.sqrt(2 * self.width // heads)
+        if len(q) * heads >= self.width:
+            return q, F.linear(p, w_k, b_k).unflatten(1, (heads, -1))
+        constant = (q * b_k.view(heads, -1)).sum(-1, keepdim=True)  # q·b, (R, H, 1)
+        folded = torch.einsum("ihd,hdc->ihc", q, w_k.unflatten(0, (heads, -1)))  # (R, H, C)
+        return torch.cat([folded, constant], dim=-1), F.pad(p, (0, 1), value=1.0)[:, None]
+
     def _pair_bias(self, first: int, i: Tensor, j: Tensor, q: Tensor, k: Tensor, *relative: Tensor) -> Tensor:
-        """Return the bias (B or 1, H, n, m) of positions i, j; ``q`` are the vectors of positions from ``first`` on."""
-        queries, keys = q[(i.long() - first).clamp_min(0)], k[j.long().clamp_min(0)]
-        bias = torch.matmul(queries.transpose(1, 2), keys.permute(0, 2, 3, 1))
+        """Return the bias of pairs of positions.
+
+        Args:
+            first: position of the first vector of ``q``.
+            i: (B or 1, n) positions of queries.
+            j: (B or 1, m) positions of keys.
+            q: (R, H, E) vectors for queries.
+            k: (T, H or 1, E) vectors for keys.
+            relative: (buckets, H) T5's table, with ``relative=true``.
+
+        Returns:
+            (B or 1, H, n, m).
+        """
+        queries, keys = q[(i.long() - first).clamp_min(0)], k[j.long().clamp_min(0)]  # (B or 1, n or m, H or 1, E)
+        bias = torch.matmul(queries.transpose(1, 2), keys.permute(0, 2, 3, 1))  # (B or 1, H, n, m)
         if relative:
-            d = (i[:, :, None] - j[:, None, :]).clamp_min(0)
+            d = (i[:, :, None] - j[:, None, :]).clamp_min(0)  # (B or 1, n, m)
             bias = bias + relative[0][relative_position_bucket(d, self.buckets, self.max_distance)].permute(0, 3, 1, 2)
         return bias
 

@@ -10,7 +10,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import DistanceBias, register
 
 
-@register("window")
+@register("window", colour="vermilion", marker="^")
 class Window(DistanceBias):
     """Sliding window (Qin et al. 2024, arXiv 2307.10156, Eq. 8): the nearest ``window`` keys are visible.
 
@@ -25,6 +25,7 @@ class Window(DistanceBias):
         window: int = option(512, "number of keys that a query sees, itself included", minimum=1)
 
     formula = "0 where d < window, else -inf"
+    figure_options = "window=64"  # the default is longer than most figures
     paper = "Qin, Zhong, Deng 2024 (arXiv 2307.10156), Eq. 8"
 
     def head_bias(self, d: Tensor) -> Tensor:

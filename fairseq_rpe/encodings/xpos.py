@@ -14,7 +14,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Rotary, register
 
 
-@register("xpos")
+@register("xpos", colour="sky blue", marker=">")
 class XPos(Rotary):
     """XPos (Sun et al. 2023, arXiv 2212.10554): RoPE whose pair s decays by ζ_s^((i-j)/S).
 
@@ -56,8 +56,6 @@ class XPos(Rotary):
     def setup(self) -> None:
         """Check the options and derive settings from them."""
         cfg = self.config
-        # Rotary.setup computes the rotated width from rotary_fraction
-        self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
         super().setup()
         for f in fields(cfg):
             if cfg.decay is not None and f.name in ("scale_base", "gamma") and getattr(cfg, f.name) != f.default:

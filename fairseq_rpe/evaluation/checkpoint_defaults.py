@@ -1,14 +1,14 @@
 """Fills in what an evaluation request leaves open from its checkpoint, before fairseq is imported."""
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import parse
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.encodings import load_module
+from fairseq_rpe.encodings import load_module, registry
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.question_records import QuestionRequest
 from fairseq_rpe.evaluation.records import ExactMatchRequest, TextRequest
@@ -71,10 +71,10 @@ def _position_limits(rpe: str, positions: str | None, train_length: int) -> dict
     limits: dict[str, int] = {}
     if (limit := max_length(positions, train_length)) is not None:
         limits[f"'{positions}' has {limit} positions"] = limit
-    name, settings = parse(rpe)
-    if name == "learned":
-        num_positions = int(settings.get("max_positions", 0)) or train_length
-        limits[f"'learned' has {num_positions} positions"] = num_positions
+    with suppress(UserError):  # loading the model refuses an unknown or wrong encoding
+        cls, name, config = registry.resolve(rpe)
+        if (limit := cls.position_limit(config, train_length)) is not None:
+            limits[f"'{name}' has {limit} positions"] = limit
     return limits
 
 

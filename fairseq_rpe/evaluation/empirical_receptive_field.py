@@ -44,6 +44,7 @@ class LayerAttentionMass:
     def __init__(self, length: int, epsilons: Sequence[float]) -> None:
         check_epsilons(epsilons)
         self.length, self.epsilons, self.rows = length, epsilons, 0
+        # Set at the first block: (H, length) sums of weights by distance; (E, H, length + 1) rows by their n_emp.
         self._mass = self._counts = torch.empty(0)
 
     def add(self, weights: Tensor) -> None:
@@ -53,12 +54,10 @@ class LayerAttentionMass:
             self._mass = weights.new_zeros(heads, self.length, dtype=torch.float64)
             self._counts = weights.new_zeros(len(self.epsilons), heads, self.length + 1, dtype=torch.int64)
         self.rows += batch * n
-        # Column c of `nearest_first` is c keys before the last query; the first n-1-r columns of row r are its future.
+        # Column c is the key that is c keys before the last query. For row r, the first n - 1 - r columns are future.
         nearest_first = weights.flip(-1).double()  # (B, H, n, m)
-        future = torch.arange(n - 1, -1, -1, device=weights.device)
-        # A stride of one row and one column puts a diagonal, the entries (r, d + r), into column d.
-        padded = F.pad(nearest_first.sum(0).flip(1), (0, n))  # (H, n, m + n)
-        self._mass[:, :m] += padded.as_strided((heads, n, m), (n * (m + n), m + n + 1, 1)).sum(1)
+        future = torch.arange(n - 1, -1, -1, device=weights.device)  # (n,) columns in the future of each row
+        self._mass[:, :m] += _sum_by_distance(nearest_first.sum(0))
         keys = (n_emp(nearest_first, self.epsilons) - future).transpose(1, 2).flatten(2)  # (E, H, B·n)
         self._counts.scatter_add_(2, keys, torch.ones_like(keys))
 
@@ -86,6 +85,23 @@ class LayerAttentionMass:
         if not self.rows:
             raise UserError("no attention was measured: pass at least one block through the model")
         return sums
+
+
+def _sum_by_distance(weights: Tensor) -> Tensor:
+    """Sum weights over rows, by the distance of each key from the row's own query.
+
+    Args:
+        weights: (H, n, m); column c is c keys before the last query, and row r is n - 1 - r queries before it.
+
+    Returns:
+        (H, m): sum at each distance.
+    """
+    heads, n, m = weights.shape
+    # With the last query first, row r has distance d in column d + r.
+    padded = F.pad(weights.flip(1), (0, n))  # (H, n, m + n)
+    # A stride of one row and one column moves row r by r columns, so that column d has distance d.
+    by_distance = padded.as_strided((heads, n, m), (n * (m + n), m + n + 1, 1))  # (H, n, m)
+    return by_distance.sum(1)
 
 
 class AttentionMassProbe:
@@ -128,8 +144,8 @@ class AttentionMassProbe:
         """
         if plan.padding is not None:
             raise UserError("the receptive field is measured in full blocks: leave out rows with padding")
-        before = k.shape[2] - q.shape[2]
-        if before == 0:
+        before = k.shape[2] - q.shape[2]  # keys before the first query
+        if before == 0:  # layers run in order, and each begins with the first tokens of the block
             self._layer = (self._layer + 1) % len(self.layers)
         if k.shape[2] > self.length:
             raise UserError(f"a block of {k.shape[2]} tokens is longer than the {self.length} tokens of this probe")
@@ -166,9 +182,8 @@ def measure_bias_only(
         Statistics of each layer, or None if there is no additive bias or scores or positions are transformed.
     """
     encodings = [decoder.layer_encoding(layer) for layer in range(len(decoder.layers))]
-    if decoder.position_transforms.active(False) is not None or any(
-        e.is_content_dependent or e.needs_token_ids for e in encodings
-    ):
+    is_transformed = decoder.position_transforms.active(training=False) is not None
+    if is_transformed or any(e.is_content_dependent or e.needs_token_ids for e in encodings):
         return None
     parameter = next(decoder.parameters())
     dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -341,57 +356,56 @@ def run_probe(
 def _csv(
     fields: Sequence[MeasuredReceptiveField],
     columns: Sequence[str],
-    cells: Callable[[MeasuredReceptiveField, int, int], Iterable[Any]],
+    head_rows: Callable[[MeasuredReceptiveField, int, int], Iterable[Any]],
 ) -> str:
     """Return CSV rows for each layer (from 0) and head (from 1, as in TensorBoard).
 
     Args:
         fields: statistics of the checkpoints.
         columns: names of the columns after encoding, checkpoint, layer and head.
-        cells: rows of these columns for a checkpoint, layer and head (from 0).
+        head_rows: returns the rows of these columns for a checkpoint, layer and head (from 0).
     """
-    rows = (
-        [field.label, field.path, layer, head + 1, *row]
-        for field in fields
-        for layer, head in itertools.product(*map(range, field.mass.shape[:2]))
-        for row in cells(field, layer, head)
-    )
+    rows = []
+    for field in fields:
+        num_layers, num_heads, _ = field.mass.shape
+        for layer, head in itertools.product(range(num_layers), range(num_heads)):
+            rows += [[field.label, field.path, layer, head + 1, *row] for row in head_rows(field, layer, head)]
     return csv_text(("encoding", "checkpoint", "layer", "head", *columns), rows)
 
 
 def n_emp_csv(fields: Sequence[MeasuredReceptiveField], epsilons: Sequence[float]) -> str:
     """Return n_emp of every layer, head and ε as CSV: mean and median over rows, of the mean curve, of the bias."""
 
-    def cells(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[object]]:
+    def head_rows(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[object]]:
         statistics = field.layers[layer]
         mean, median = statistics.mean[:, head].tolist(), statistics.median[:, head].tolist()
         mean_curve = n_emp(field.mass[layer, head], epsilons).tolist()
         bias = field.bias_only[layer].mean[:, head].tolist() if field.bias_only else [None] * len(epsilons)
-        values = zip(epsilons, mean, median, mean_curve, bias, strict=True)
-        return ((*row, statistics.length, field.rows, field.blocks) for row in values)
+        by_epsilon = zip(epsilons, mean, median, mean_curve, bias, strict=True)
+        return [(*values, statistics.length, field.rows, field.blocks) for values in by_epsilon]
 
     names = ("epsilon", "n_emp_mean", "n_emp_median", "n_emp_of_mean", "n_bias_mean", "length", "rows", "blocks")
-    return _csv(fields, names, cells)
+    return _csv(fields, names, head_rows)
 
 
 def curves_csv(fields: Sequence[MeasuredReceptiveField]) -> str:
     """Return attention by distance, and its cumulative sum, as CSV; long distances are log-spaced."""
 
-    def cells(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[float]]:
+    def head_rows(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[float]]:
         mass = field.mass[layer, head]
         distances = log_spaced_distances(len(mass))
         return zip(distances, mass[distances].tolist(), mass.cumsum(-1)[distances].tolist(), strict=True)
 
-    return _csv(fields, ("distance", "mass", "within"), cells)
+    return _csv(fields, ("distance", "mass", "within"), head_rows)
 
 
 def quantised_csv(fields: Sequence[MeasuredReceptiveField]) -> str:
     """Return the paper's quantised curve of every layer and head as CSV."""
 
-    def cells(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[float]]:
+    def head_rows(field: MeasuredReceptiveField, layer: int, head: int) -> Iterable[Sequence[float]]:
         return torch.stack(quantised_curve(field.mass[layer, head]), dim=1).tolist()
 
-    return _csv(fields, ("epsilon", "n_over_length"), cells)
+    return _csv(fields, ("epsilon", "n_over_length"), head_rows)
 
 
 def erf_trf_csv(fields: Sequence[MeasuredReceptiveField]) -> str:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fairseq_rpe import algorithms, positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import configure, parse
 from fairseq_rpe.decoder.generation import check_length_independent, greedy_steps
 from fairseq_rpe.evaluation.loading import load_model
 from fairseq_rpe.evaluation.records import ExactMatchKey, ExactMatchRequest, ExactMatchResult
@@ -18,7 +17,6 @@ from fairseq_rpe.positions import registry
 from fairseq_rpe.positions.position_transforms import seeded_generator
 from fairseq_rpe.runs.checkpoints import RpeCheckpoint
 from fairseq_rpe.runs.defaults import defaults_for
-from fairseq_rpe.runs.settings import IDENTITY
 from fairseq_rpe.tasks.algorithmic import AlgorithmDataset
 from fairseq_rpe.utils.progress import Progress
 
@@ -45,18 +43,15 @@ def explicit_ratio(spec: str, train_length: int, length: int) -> str:
     """Return ``spec`` with an automatic interpolation ratio replaced by its value, min(1, train_length / length).
 
     Args:
-        spec: spec of a position transform; any other than ``interpolate`` with an automatic ratio is returned as it is.
+        spec: spec of a position transform; one without an automatic ratio is returned as it is.
         train_length: training length, in items or tokens.
         length: evaluation length, in the same unit.
 
     >>> explicit_ratio("interpolate", 20, 80)
     'interpolate:ratio=0.25'
     """
-    name, options = parse(spec)
-    config = configure(registry.get(name).Config, name, options)
-    if name != "interpolate" or config.ratio != "auto" or config.train is not None:
-        return spec
-    return f"interpolate:ratio={train_length / length!r}" if length > train_length else IDENTITY
+    cls, _, config = registry.resolve(spec)
+    return cls.spec_for_length(config, train_length, length) or spec
 
 
 def make_evaluator(
@@ -80,70 +75,99 @@ def make_evaluator(
     if threads and "OMP_NUM_THREADS" not in os.environ:
         # decoding single tokens of a small model: more threads would only wait for each other
         torch.set_num_threads(threads)
-    algorithm = checkpoint_algorithm(checkpoint)
-    model, task = load_model(request.checkpoint, request, log=request.log)
-    transforms, device = model.decoder.position_transforms, next(model.parameters()).device
-    check_length_independent(model)
-    requested = str(request.positions_eval or checkpoint.model.get("positions_eval") or transforms.train.evaluation)
+    evaluator = _Evaluator(request, checkpoint, bar)
+    bar.start_timing(sum(evaluator.prepare_examples(key) for key in keys))
+    return evaluator
 
-    def fix_positions(length: int, prompts: Tensor | None = None) -> str:
-        """Fix the positions of prompt and answer of ``length`` items before decoding; return the transform's spec.
 
-        Random positions are sampled for each of ``prompts`` (B, P); without prompts they are only checked.
+class _Evaluator:
+    """Measures the accuracy of one key: decodes its examples greedily and compares whole answers.
+
+    Args:
+        request: checkpoint, split, positions and batch size.
+        checkpoint: the loaded checkpoint.
+        bar: progress bar; counts generated tokens.
+
+    Raises:
+        UserError: the checkpoint cannot be used.
+    """
+
+    def __init__(self, request: ExactMatchRequest, checkpoint: RpeCheckpoint, bar: Progress) -> None:
+        self._request, self._checkpoint, self._bar = request, checkpoint, bar
+        self._algorithm = checkpoint_algorithm(checkpoint)
+        self._model, self._task = load_model(request.checkpoint, request, log=request.log)
+        check_length_independent(self._model)
+        self._transforms = self._model.decoder.position_transforms
+        default = self._transforms.train.evaluation
+        # Spec of the position transform; an automatic ratio is replaced for each length.
+        self._transform = str(request.positions_eval or checkpoint.model.get("positions_eval") or default)
+        # Dataset, and indices of the key's examples in it.
+        self._examples: dict[ExactMatchKey, tuple[AlgorithmDataset, Tensor]] = {}
+
+    def prepare_examples(self, key: ExactMatchKey) -> int:
+        """Select the examples of a key, and return the number of tokens that are generated for them.
+
+        Raises:
+            UserError: there is no such example, or the length has no positions.
         """
-        tokens, train_tokens = algorithm.num_tokens(length), task.train_tokens
-        sizes = (algorithm.max_length("train"), length) if request.ratio_unit == "items" else (train_tokens, tokens)
-        spec = explicit_ratio(requested, *sizes)
-        transform = positions.build(spec, train_tokens)
-        if prompts is None or not transform.random:
-            transforms.evaluation = positions.freeze(transform, tokens, seeded_generator(requested, length))
-        else:
-            generators = [seeded_generator(requested, length, prompt) for prompt in prompts.tolist()]
-            transforms.evaluation = positions.freeze_rows(transform, [tokens] * len(generators), generators)
-        return spec
+        data, indices = self._examples[key] = self._select_examples(key)
+        if not len(indices):
+            raise UserError(f"the {key.split} split has no example of {key.length} items: leave it out")
+        self._fix_positions(key.length, None)
+        _, answers = data.prompts(indices[:1].tolist())  # answers of one length have the same number of tokens
+        return len(indices) * answers.shape[1]
 
-    @functools.cache
-    def select_examples(key: ExactMatchKey) -> tuple[AlgorithmDataset, Tensor]:
-        """Return a dataset and the indices of the key's examples in it, which counting and evaluating both need."""
-        if key.depth is None:
-            if request.split not in task.datasets:
-                task.load_dataset(request.split)
-            data = task.dataset(request.split)
-            return data, torch.from_numpy(data.items == key.length).nonzero().flatten()
-        examples = list(algorithm.examples_at_depth(key.split, key.length, key.depth))
-        return AlgorithmDataset(examples, task.source_dictionary), torch.arange(len(examples))
-
-    def evaluate(key: ExactMatchKey) -> ExactMatchResult:
+    def __call__(self, key: ExactMatchKey) -> ExactMatchResult:
+        """Measure one key."""
         start = time.monotonic()
-        transform = fix_positions(key.length)
-        is_random = positions.build(transform, task.train_tokens).random
-        data, indices = select_examples(key)
+        transform = self._fix_positions(key.length, None)
+        is_random = positions.build(transform, self._task.train_tokens).random
+        data, indices = self._examples[key]
+        device = next(self._model.parameters()).device
         right = 0
-        batch_size = min(request.batch_size, max(1, _MAX_PAIRS // algorithm.num_tokens(key.length) ** 2))
-        for batch in indices.split(batch_size):
+        max_prompts = max(1, _MAX_PAIRS // self._algorithm.num_tokens(key.length) ** 2)
+        for batch in indices.split(min(self._request.batch_size, max_prompts)):
             prompts, answers = data.prompts(batch.tolist())  # (B, P), (B, A)
             if is_random:
-                fix_positions(key.length, prompts)
-            count_tokens = functools.partial(bar.update, len(batch))
-            generated = greedy_steps(model, prompts.to(device), answers.shape[1], count_tokens)  # (B, A)
+                self._fix_positions(key.length, prompts)
+            count_tokens = functools.partial(self._bar.update, len(batch))
+            generated = greedy_steps(self._model, prompts.to(device), answers.shape[1], count_tokens)  # (B, A)
             right += int(torch.eq(generated.cpu(), answers).all(1).sum())
         return ExactMatchResult(
             **vars(key),
             examples=len(indices),
             right=right,
             accuracy=right / len(indices),
-            encoding=checkpoint.encoding,
+            encoding=self._checkpoint.encoding,
             transform=transform,
             seconds=round(time.monotonic() - start, 3),
         )
 
-    generated_tokens = 0
-    for key in keys:
-        data, indices = select_examples(key)
-        if not len(indices):
-            raise UserError(f"the {request.split} split has no example of {key.length} items: leave it out")
-        fix_positions(key.length)  # raises UserError if the length has no positions
-        _, answers = data.prompts(indices[:1].tolist())  # answers of one length have the same number of tokens
-        generated_tokens += len(indices) * answers.shape[1]
-    bar.start_timing(generated_tokens)
-    return evaluate
+    def _fix_positions(self, length: int, prompts: Tensor | None) -> str:
+        """Fix the positions of prompt and answer of ``length`` items before decoding; return the transform's spec.
+
+        Random positions are sampled for each of ``prompts`` (B, P); without prompts they are only checked.
+        """
+        tokens, train_tokens = self._algorithm.num_tokens(length), self._task.train_tokens
+        if self._request.ratio_unit == "items":
+            spec = explicit_ratio(self._transform, self._algorithm.max_length("train"), length)
+        else:
+            spec = explicit_ratio(self._transform, train_tokens, tokens)
+        transform = positions.build(spec, train_tokens)
+        if prompts is None or not transform.random:
+            frozen = positions.freeze(transform, tokens, seeded_generator(self._transform, length))
+        else:
+            generators = [seeded_generator(self._transform, length, prompt) for prompt in prompts.tolist()]
+            frozen = positions.freeze_rows(transform, [tokens] * len(generators), generators)
+        self._transforms.evaluation = frozen
+        return spec
+
+    def _select_examples(self, key: ExactMatchKey) -> tuple[AlgorithmDataset, Tensor]:
+        """Return a dataset and the indices of the key's examples in it."""
+        if key.depth is None:
+            if key.split not in self._task.datasets:
+                self._task.load_dataset(key.split)
+            data = self._task.dataset(key.split)
+            return data, torch.from_numpy(data.items == key.length).nonzero().flatten()
+        examples = list(self._algorithm.examples_at_depth(key.split, key.length, key.depth))
+        return AlgorithmDataset(examples, self._task.source_dictionary), torch.arange(len(examples))

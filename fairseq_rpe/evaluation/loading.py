@@ -5,9 +5,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import fairseq_rpe.models  # noqa: F401  (before fairseq: registers, and lets it start quicker)
+# Registers the models, tasks and criterions of this plugin with fairseq. It must come before the imports of fairseq:
+# it imports ``compat.quick_start``, which imports fairseq with lazy modules in place of slow ones.
+import fairseq_rpe.models  # noqa: F401
 
 # isort: split
 import torch
@@ -28,7 +30,7 @@ from fairseq_rpe.runs.settings import IDENTITY
 from fairseq_rpe.utils import devices
 
 logger = logging.getLogger(__name__)
-# settings of a checkpoint that an evaluation may replace
+# fields of EvalOverrides that replace the setting of the same name in a checkpoint
 _REPLACEABLE = ("rpe", "positions_eval", "compute_dtype", "attention_backend")
 
 
@@ -38,9 +40,11 @@ class LabelledCheckpoint:
 
     Attributes:
         path: checkpoint file.
-        label: unique label, the encoding and its position transform.
-        train_length: training length in tokens.
-        blocks: document if no token saw another document in training, else stream.
+        label: the encoding and its position transform; unique, see :func:`label_checkpoints`.
+        train_length: training length in tokens; 0 if the checkpoint does not record it.
+        blocks: text that a token saw in training: ``document`` if no token saw another document, else ``stream``. So
+            a model that was trained on a stream with separate documents has ``document`` here, and ``stream`` in
+            :func:`training_blocks`.
     """
 
     path: Path
@@ -54,6 +58,9 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load a checkpoint's model and task.
 
+    fairseq's loader is patched: it also applies ``compat.overrides``, a dictionary of the whole process. This function
+    empties the dictionary, so that ``overrides`` alone decides.
+
     Args:
         path: checkpoint file.
         overrides: settings in place of the checkpoint's.
@@ -64,18 +71,20 @@ def load_model(
         The ``transformer_rpe_lm`` in evaluation mode, on its device, and its fairseq task.
 
     Raises:
-        UserError: the checkpoint cannot be used, or is older than a setting to replace.
+        UserError: the checkpoint cannot be used; or it was written by a version of this package that did not have
+            one of the settings which ``overrides`` replaces.
     """
     if overrides.rpe_module is not None:
         load_module(overrides.rpe_module)
-    compat.overrides.clear()  # settings that the flags of an earlier fairseq command in this process replaced
+    # An earlier fairseq command in this process, such as fairseq-eval-lm, may have filled it from its flags: parsing
+    # --rpe-eval, --positions-eval or --compute-dtype does so (``compat/flags.py``).
+    compat.overrides.clear()
     replaced = {key: value for key in _REPLACEABLE if (value := getattr(overrides, key))}
     model_overrides = replaced if data is None else {"data": str(data), **replaced}
     with one_line_errors(f"{path} cannot be used with {data}" if data else f"{path} cannot be used", log):
         models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], model_overrides)
     for key, value in replaced.items():
-        # rpe may differ: loading completes it with the checkpoint's rotation
-        if getattr(cfg.model, key, None) != value and (key != "rpe" or getattr(cfg.model, key, None) is None):
+        if not compat.is_replaced(cfg.model, key, value):
             flag = "--" + key.replace("_", "-")
             raise UserError(f"{path} is older than {flag}: leave the flag out or train it again")
     return models[0].eval().to(devices.resolve_device(overrides.device)), task
@@ -102,7 +111,8 @@ def label_checkpoints(paths: Sequence[Path], rpe_module: Path | None = None) -> 
         rpe_module: Python file that registers further encodings.
 
     Returns:
-        The checkpoints in order; equal labels get a number.
+        The checkpoints in order. If several checkpoints have the same label, the number of the checkpoint in
+        ``paths``, counted from 1, is appended to each, as in ``alibi [2]``.
 
     Raises:
         UserError: a checkpoint is missing, damaged, named twice, not of this plugin or not a plain language model.
@@ -156,31 +166,30 @@ def training_blocks(checkpoint: RpeCheckpoint) -> Blocks:
     """Return how the training text was split into blocks.
 
     Args:
-        checkpoint: checkpoint of any task; only training on text has a choice.
+        checkpoint: checkpoint of any task.
 
     Returns:
-        stream if blocks run across documents, document if each block is within one.
+        ``stream`` if blocks run across documents, ``document`` if each block is within one. A task without the setting
+        ``blocks``, such as fairseq's own ``language_modeling``, counts as ``stream``.
 
     Raises:
-        UserError: its settings name neither.
+        UserError: the setting has another value.
     """
-    match checkpoint.task.get("blocks", "stream"):
-        case "stream":
-            return "stream"
-        case "document":
-            return "document"
-        case other:
-            raise UserError(f"checkpoint {checkpoint.path} is refused: its setting blocks is {other!r}; train again")
+    blocks = checkpoint.task.get("blocks", "stream")
+    if blocks not in corpus.BLOCKS:
+        raise UserError(f"checkpoint {checkpoint.path} is refused: its setting blocks is {blocks!r}; train again")
+    return cast(Blocks, blocks)
 
 
 def separates_documents(checkpoint: RpeCheckpoint) -> bool:
-    """Return whether documents in one row were separate in training.
+    """Return whether tokens of a stream saw only their own document in training (``--separate-documents``).
 
     Args:
-        checkpoint: checkpoint of any task; only training on text has a choice.
+        checkpoint: checkpoint of any task.
 
     Returns:
-        True if each token saw only its own document, in blocks of a stream.
+        True if blocks ran across documents and each token saw only its own document. A task without the setting
+        ``separate_documents``, such as fairseq's own ``language_modeling``, counts as False.
 
     Raises:
         UserError: the setting is not a boolean.
@@ -194,16 +203,18 @@ def separates_documents(checkpoint: RpeCheckpoint) -> bool:
 
 
 def read_stream(data: Path, split: str, dictionary: Dictionary, tokens: int) -> Tensor:
-    """Read the first tokens of a split, after fairseq's first input, the end-of-sentence symbol.
+    """Read the first tokens of a split, with the end-of-sentence symbol before them.
+
+    fairseq trains its language models with this symbol as the first input.
 
     Args:
         data: binarised data folder.
         split: name of the split.
         dictionary: dictionary of the model.
-        tokens: number of tokens to read.
+        tokens: number of tokens to read; a shorter split is read completely.
 
     Returns:
-        (tokens + 1,) int64.
+        (1 + tokens,) int64; shorter if the split is.
 
     Raises:
         UserError: the text has padding or symbols that the dictionary lacks.

@@ -24,7 +24,7 @@ from fairseq_rpe.encodings.longrope import SEED_SCALINGS, LongRope, seed_factors
 from fairseq_rpe.encodings.rope import Rope
 from fairseq_rpe.evaluation.loading import check_language_model, load_model, one_line_errors, read_stream
 from fairseq_rpe.evaluation.loss_aggregation import MAX_BITS, check_finite, too_large_error
-from fairseq_rpe.evaluation.perplexity import losses_by_position
+from fairseq_rpe.evaluation.perplexity import TokenBatch, losses_by_position
 from fairseq_rpe.evaluation.records import BATCH_TOKENS, EvalOverrides, Result, read_results
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import RpeCheckpoint
@@ -179,7 +179,6 @@ def evolve(
         The iteration, from 0, and the best candidate so far.
     """
     rng = random.Random(seed)
-    seen, candidates = set(initial), list(dict.fromkeys(initial))
 
     def mutate(parents: list[Candidate]) -> Candidate:
         return space.mutate(rng.choice(parents), rng)
@@ -188,25 +187,30 @@ def evolve(
         first, second = rng.sample(parents, 2)
         return space.crossover(first, second, rng)
 
-    def make_new(
-        make: Callable[[list[Candidate]], Candidate], parents: list[Candidate], count: int
-    ) -> Iterator[Candidate]:
-        """Yield up to ``count`` new candidates; fewer if ``MAX_TRIES`` attempts give none that is new."""
-        for _ in range(count):
-            attempts = (make(parents) for _ in range(MAX_TRIES))
-            candidate = next((attempt for attempt in attempts if attempt not in seen), None)
-            if candidate is not None:
-                seen.add(candidate)
-                yield candidate
-
-    candidates += make_new(mutate, initial, population - len(candidates))
+    seen, candidates = set(initial), list(dict.fromkeys(initial))
+    candidates += _make_new(mutate, initial, population - len(candidates), seen)
     for iteration in range(iterations + 1):
         # by the candidate, too, so that equal losses have one order
         candidates = sorted(candidates, key=lambda candidate: (loss_function(candidate), candidate))
         yield iteration, candidates[0]
         parents = candidates[: max(2, population // 2)]
-        candidates = [*parents, *make_new(mutate, parents, population // 4)]
-        candidates += make_new(cross, parents, population // 4)
+        candidates = [*parents, *_make_new(mutate, parents, population // 4, seen)]
+        candidates += _make_new(cross, parents, population // 4, seen)
+
+
+def _make_new(
+    make: Callable[[list[Candidate]], Candidate], parents: list[Candidate], count: int, seen: set[Candidate]
+) -> Iterator[Candidate]:
+    """Yield up to ``count`` candidates that are not in ``seen``, and add them to it.
+
+    Fewer are made if ``MAX_TRIES`` attempts give none that is new.
+    """
+    for _ in range(count):
+        attempts = (make(parents) for _ in range(MAX_TRIES))
+        candidate = next((attempt for attempt in attempts if attempt not in seen), None)
+        if candidate is not None:
+            seen.add(candidate)
+            yield candidate
 
 
 def search_factors(request: SearchRequest) -> Iterator[str]:
@@ -346,7 +350,7 @@ class _CachedLosses:
             self._load()
         self._replace_encoding(spec)
         rows = max(1, BATCH_TOKENS // self.request.tokens)
-        batches = zip(self._inputs.split(rows), self._targets.split(rows), strict=True)
+        batches = map(TokenBatch, self._inputs.split(rows), self._targets.split(rows))
         nats, count = losses_by_position(self._model, batches, self.request.tokens, self._pad, lambda scored: None)
         loss = check_finite(nats.sum()) / int(count.sum()) / math.log(2)
         if loss >= MAX_BITS:
@@ -366,5 +370,7 @@ class _CachedLosses:
         """Replace the encoding of the loaded model; rope has no parameters, so none are lost."""
         decoder = self._model.decoder
         previous = decoder.encodings[0]
-        encoding = build(spec, previous.heads, previous.width, self.length).to(next(self._model.parameters()).device)
-        decoder.encodings, decoder.length_dependent = nn.ModuleList([encoding]).eval(), encoding.length_dependent
+        device = next(self._model.parameters()).device
+        encoding = build(spec, previous.heads, previous.width, self.length).to(device)
+        decoder.encodings = nn.ModuleList([encoding]).eval()
+        decoder.length_dependent = encoding.length_dependent

@@ -1,4 +1,4 @@
-"""Aggregates per-token losses of a split into a result, independently of the model."""
+"""Aggregates per-token losses of a split into a result, independently of the model; measures the peak memory."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import Units
 from fairseq_rpe.evaluation.records import Buckets, TextKey, TextResult
 
-MAX_BITS = sys.float_info.max_exp  # bits per token above which the perplexity overflows a float
+MAX_BITS = sys.float_info.max_exp  # 1024: 2 ** bits overflows a float from this number of bits per token on
 
 
 def text_result(key: TextKey, nats: Tensor, count: Tensor) -> TextResult:
@@ -27,7 +27,8 @@ def text_result(key: TextKey, nats: Tensor, count: Tensor) -> TextResult:
         count: (length,) int64, number of targets at each position.
 
     Returns:
-        The result, with mean losses by position; encoding, seconds and other facts of the run are not filled in.
+        The result with ``tokens``, ``loss_base2``, ``ppl`` and ``positions_loss``. The other fields describe the model
+        and the measurement, such as ``encoding`` and ``seconds``; the caller fills them in.
 
     Raises:
         UserError: a target has probability 0 or NaN, or the perplexity overflows.
@@ -37,7 +38,8 @@ def text_result(key: TextKey, nats: Tensor, count: Tensor) -> TextResult:
     ppl = float(torch.tensor(loss, dtype=torch.float64).exp2())
     if loss >= MAX_BITS:
         raise too_large_error(loss)
-    longest = int(count.nonzero().max()) + 1  # documents in one row may all be shorter than the row
+    # Documents in one row may all be shorter than the row: leave out positions without targets, which are at the end.
+    longest = int(count.nonzero().max()) + 1
     positions_loss = bucket_losses(nats[:longest], count[:longest])
     return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl, positions_loss=positions_loss)
 
@@ -72,9 +74,12 @@ def bucket_losses(nats: Tensor, count: Tensor) -> Buckets:
 
     Args:
         nats: (length,) float64, sum of losses in nats at each position.
-        count: (length,) int64, number of targets at each position.
+        count: (length,) int64, number of targets at each position. A bucket without targets would have the mean NaN;
+            blocks and documents begin at position 0, so :func:`text_result` passes at least one for each position.
     """
-    edges = [0, *(1 << k for k in range((len(nats) - 1).bit_length())), len(nats)]
+    # Every power of two up to the last position begins a bucket: 2 ** k for k < bit_length of that position.
+    last = len(nats) - 1
+    edges = [0, *(2**k for k in range(last.bit_length())), len(nats)]
     sizes = [end - start for start, end in itertools.pairwise(edges)]
     bucket_nats = torch.stack([bucket.sum() for bucket in nats.split(sizes)])  # (buckets,)
     bucket_count = torch.stack([bucket.sum() for bucket in count.split(sizes)])  # (buckets,)
@@ -106,11 +111,16 @@ def too_large_error(loss: float) -> UserError:
 
 
 def peak_memory_mb(device: str) -> float:
-    """Return the peak memory of this process in MiB; on a GPU, of its GPU memory."""
+    """Return the peak memory of this process in MiB (``peak_mb`` of a result).
+
+    Args:
+        device: device of the model: with "cuda" GPU memory is measured, otherwise main memory.
+    """
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     with contextlib.suppress(OSError, IndexError):
-        # first choice, because after an exec the maximum of getrusage includes the parent process
+        # Linux. VmHWM is preferred to getrusage: a process that was started by fork and exec inherits the maximum of
+        # getrusage from its parent.
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) / 2**10
     bytes_per_unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss

@@ -4,7 +4,7 @@ Source of the measurement: FIRE (arXiv 2310.04418), Figure 5: time at a length o
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -117,29 +117,37 @@ def time_forward_passes(setting: ModelBenchmark, length: int) -> tuple[list[Timi
             f"a block of {setting.batch} x {length} tokens needs about {needed / 2**30:.0f} GiB, and there is "
             "not enough memory: choose smaller --lengths, --batch or --vocabulary"
         )
-    left_out: list[str] = []
-    calls = dict(_forward_passes(setting, length, left_out))
+    calls, left_out = _forward_passes(setting, length)
     if not calls:
         raise UserError(f"nothing can be timed at {length} tokens ({left_out[0]}): choose another backend or length")
-    timings: list[Timing] = []
-    first = 0.0  # mean seconds of the first model, not rounded
-    for key, seconds in time_interleaved(calls, setting.repeats, setting.device).items():
-        mean = statistics.fmean(seconds)
-        first = first or mean
-        milliseconds, least, most = (round(1000 * value, 3) for value in (mean, min(seconds), max(seconds)))
-        timings.append(Timing(*key, STEP, length, milliseconds, round(mean / first, 3), least, most))
+    seconds_by_model = time_interleaved(calls, setting.repeats, setting.device)
+    first_mean = statistics.fmean(next(iter(seconds_by_model.values())))
+    timings = [
+        Timing(
+            encoding=encoding,
+            backend=backend,
+            step=STEP,
+            length=length,
+            milliseconds=_round_milliseconds(statistics.fmean(seconds)),
+            ratio=round(statistics.fmean(seconds) / first_mean, 3),
+            least=_round_milliseconds(min(seconds)),
+            most=_round_milliseconds(max(seconds)),
+        )
+        for (encoding, backend), seconds in seconds_by_model.items()
+    ]
     return timings, left_out
 
 
-def _forward_passes(
-    setting: ModelBenchmark, length: int, left_out: list[str]
-) -> Iterator[tuple[tuple[str, str], TimedCall]]:
-    """Yield a forward pass for each encoding and back end, after a first call. Models share their other weights.
+def _round_milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 3)
 
-    A line on each model that fails in its first call is added to ``left_out``.
 
-    Yields:
-        Name of the encoding and back end, and the function that runs its forward pass.
+def _forward_passes(setting: ModelBenchmark, length: int) -> tuple[dict[tuple[str, str], TimedCall], list[str]]:
+    """Build the models, which share all weights outside of their encodings, and call each once.
+
+    Returns:
+        The function that runs a forward pass, by encoding and back end; and a line on each model that failed in its
+        first call.
     """
     dictionary = Dictionary()
     for number in range(setting.vocabulary - len(dictionary)):
@@ -150,15 +158,19 @@ def _forward_passes(
         first_word, len(dictionary), (setting.batch, length), generator=torch.Generator().manual_seed(0)
     )
     weights: dict[str, Tensor] = {}
+    calls: dict[tuple[str, str], TimedCall] = {}
+    left_out = []
     for settings in setting.model_settings():
-        name, backend = settings["rpe"] + SHARED * (settings["rpe_share"] == "model"), settings["attention_backend"]
+        name = settings["rpe"] + (SHARED if settings["rpe_share"] == "model" else "")
+        backend = settings["attention_backend"]
         model = _build_model(setting, task, length, weights, settings)
         forward = partial(_forward, model, inputs.to(setting.device))
         reason = failure_reason(forward, f"{name}, {backend}", f"{name}, {backend} at {length} tokens")
         if reason:
             left_out.append(reason)
         else:
-            yield (name, backend), forward
+            calls[name, backend] = forward
+    return calls, left_out
 
 
 def _build_model(
@@ -188,10 +200,10 @@ def tables(timings: Sequence[Timing]) -> list[Table]:
     by_model = {(t.encoding, t.backend, t.length): t for t in timings}
     header = ["encoding, backend", *(f"{n} tokens {unit}" for n in lengths for unit in ("(ms)", "(ratio)"))]
     rows = []
-    for encoding, backend in dict.fromkeys(key[:2] for key in by_model):
-        cells = [
-            (f"{t.milliseconds:.1f} ({t.least:.1f} to {t.most:.1f})", f"{t.ratio:.2f}") if t else ("", "")
-            for t in (by_model.get((encoding, backend, n)) for n in lengths)
-        ]
-        rows.append(TableRow(f"{encoding}, {backend}", [Cell(text) for pair in cells for text in pair]))
+    for encoding, backend in dict.fromkeys((t.encoding, t.backend) for t in timings):
+        texts = []
+        for length in lengths:
+            t = by_model.get((encoding, backend, length))  # None if the model was left out at this length
+            texts += [f"{t.milliseconds:.1f} ({t.least:.1f} to {t.most:.1f})", f"{t.ratio:.2f}"] if t else ["", ""]
+        rows.append(TableRow(f"{encoding}, {backend}", list(map(Cell, texts))))
     return [Table("Inference time of whole models", header, rows)]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fairseq_rpe import compat  # before fairseq: patches it, and makes its import faster
 
@@ -45,6 +45,20 @@ logger = logging.getLogger(__name__)
 ADAPTIVE_CHUNK = 512  # targets of an adaptive softmax whose log-probabilities are in memory at a time
 Engine = Callable[[TextKey, int], TextResult]  # measures one key in batches of at most so many tokens
 Cache = dict[str, dict[str, Tensor]]  # fairseq's incremental state: keys, values and padding by layer
+
+
+class TokenBatch(NamedTuple):
+    """Blocks of a text, padded at the end of rows.
+
+    Attributes:
+        inputs: (B, n) int64.
+        targets: (B, n) int64.
+        documents: (B, n) document index of each token, if positions restart with each document.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
 
 
 def make_evaluator(request: TextRequest) -> Callable[[TextKey], TextResult]:
@@ -131,7 +145,7 @@ def _fast_engine(request: TextRequest, checkpoint: RpeCheckpoint) -> Engine:
     return evaluate
 
 
-def make_batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, ...]]:
+def make_batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> Iterator[TokenBatch]:
     """Yield the same batches as fairseq-eval-lm with the same flags.
 
     Args:
@@ -141,8 +155,7 @@ def make_batches(request: TextRequest, task: Any, length: int, batch_tokens: int
         batch_tokens: upper limit of the tokens in a batch.
 
     Yields:
-        Inputs and targets, (B, n) int64 each, padded at the end of rows; if documents are separate, also the document
-        index of each token, (B, n).
+        The batches, with the document index of each token if documents are separate.
     """
     dictionary, path = task.source_dictionary, str(request.data / request.split)
     if request.blocks == "document":
@@ -162,20 +175,19 @@ def make_batches(request: TextRequest, task: Any, length: int, batch_tokens: int
     # A language-modelling task of its own, because `task` may be that of a model fine-tuned on questions.
     lm_task = LanguageModelingTask(SimpleNamespace(add_bos_token=False), dictionary)
     for sample in lm_task.eval_lm_dataloader(examples, batch_tokens, request.batch_size, **serial):
-        documents = sample["net_input"].get("documents")
-        yield sample["net_input"]["src_tokens"], sample["target"], *([] if documents is None else [documents])
+        net_input = sample["net_input"]
+        yield TokenBatch(net_input["src_tokens"], sample["target"], net_input.get("documents"))
 
 
 @torch.no_grad()
 def losses_by_position(
-    model: Any, batches: Iterable[tuple[Tensor, ...]], length: int, pad: int, on_tokens: Callable[[int], Any]
+    model: Any, batches: Iterable[TokenBatch], length: int, pad: int, on_tokens: Callable[[int], Any]
 ) -> tuple[Tensor, Tensor]:
     """Sum the losses at each position of a block.
 
     Args:
         model: a ``transformer_rpe_lm`` in evaluation mode.
-        batches: inputs and targets (B, n), n <= length, padded at the end of rows, and optionally the document index
-            (B, n) of each token; positions then restart with each document.
+        batches: blocks of at most ``length`` tokens.
         length: largest number of positions.
         pad: index of the padding symbol.
         on_tokens: called after each batch with its number of targets.
@@ -186,11 +198,11 @@ def losses_by_position(
     device = next(model.parameters()).device
     nats = torch.zeros(length, dtype=torch.float64, device=device)
     count = torch.zeros(length, dtype=torch.int64)
-    for inputs, targets, *separate in batches:
+    for inputs, targets, documents in batches:
         not_pad = targets.ne(pad)
         inputs, targets = inputs.to(device), targets.to(device)
         losses = torch.zeros(targets.shape, device=device)
-        documents = separate[0].to(device) if separate else None
+        documents = None if documents is None else documents.to(device)
         features = model.decoder(inputs, features_only=True, documents=documents)[0]  # (B, n, C)
         losses[not_pad] = _feature_losses(model, features[not_pad], targets[not_pad])
         if documents is not None:

@@ -26,42 +26,41 @@ from fairseq_rpe.questions.dataset import QuestionRow, QuestionRows, SetInfo
 from fairseq_rpe.questions.metrics import AnsweredQuestion
 from fairseq_rpe.questions.prompt import build_prompt, check_token_budget
 from fairseq_rpe.runs import checkpoints
+from fairseq_rpe.runs.checkpoints import RpeCheckpoint
 from fairseq_rpe.utils import files, json_files, output_checks, records
 from fairseq_rpe.utils.progress import Progress
 
-# Limits of a batch: query-key pairs of the prompts (attention memory), tokens (KV cache) and rows of the model: one for
-# each choice or hypothesis of a question. A single question may exceed them.
-_MAX_PAIRS, _MAX_TOKENS, _MAX_ROWS = 1 << 23, 1 << 15, 256
+# Limits of a batch; a single question may exceed them.
+_MAX_PAIRS = 1 << 23  # query-key pairs of the prompts, for the memory of attention
+_MAX_TOKENS = 1 << 15  # tokens of all rows, for the memory of the KV cache
+_MAX_ROWS = 256  # rows of the model: one for each choice or hypothesis of a question
+
+
+@dataclass(frozen=True)
+class _PlannedQuestion:
+    """A question and the length of its prompt.
+
+    Attributes:
+        row: the question.
+        prompt_tokens: tokens of the prompt, after truncation.
+        lost_tokens: tokens that truncation removes.
+    """
+
+    row: QuestionRow
+    prompt_tokens: int
+    lost_tokens: int
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Questions that are answered together.
+    """Questions that are answered together, the one with the longest prompt first."""
 
-    Attributes:
-        indices: index of each question in the split.
-        ids: id of each question.
-    """
+    questions: list[_PlannedQuestion]
 
-    indices: list[int]
-    ids: list[str]
-
-
-@dataclass(frozen=True)
-class _BatchPlan:
-    """Batches of a measurement, and what truncation removes.
-
-    Attributes:
-        batches: batches, that of the longest questions first.
-        questions: number of questions in all batches.
-        truncated: number of questions whose document is truncated.
-        lost: number of tokens that truncation removes.
-    """
-
-    batches: list[_Batch]
-    questions: int
-    truncated: int
-    lost: int
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the questions."""
+        return [question.row.id for question in self.questions]
 
 
 @dataclass(frozen=True)
@@ -140,104 +139,152 @@ def make_evaluator(
     folder = dataset.load_dataset(request.data)
     check_vocabulary(checkpoint, read_dictionary(request.data / "dict.txt"), request.data)
     rows = folder.split(request.split)
-    # set -> index in the split and row of each of its questions
-    by_set: dict[str, list[tuple[int, QuestionRow]]] = {key.set: [] for key in keys}
-    for index, row in enumerate(rows):
-        if row.set in by_set:
-            by_set[row.set].append((index, row))
-    plans = {key: _plan_batches(key, rows, folder.sets[key.set], by_set[key.set]) for key in keys}
+    rows_by_set: dict[str, list[QuestionRow]] = {key.set: [] for key in keys}
+    for row in rows:
+        if row.set in rows_by_set:
+            rows_by_set[row.set].append(row)
+    batches = {key: _plan_batches(key, rows, folder.sets[key.set], rows_by_set[key.set]) for key in keys}
     model, _ = load_model(request.checkpoint, request, request.data, request.log)
     check_length_independent(model)
-    default = model.decoder.position_transforms.train.evaluation
-    transform = str(request.positions_eval or checkpoint.model.get("positions_eval") or default)
     for key in keys:
         # A prompt of one token: entering the context raises UserError if a length has no positions.
         with fixed_positions(model, [[0]], [key.length]):
             pass
+    bar.start_timing(sum(len(batch.questions) for batches_of_key in batches.values() for batch in batches_of_key))
+    return _Evaluator(
+        request=request,
+        checkpoint=checkpoint,
+        model=model,
+        sets=folder.sets,
+        rows=rows,
+        rows_by_set=rows_by_set,
+        batches=batches,
+        bar=bar,
+    )
 
-    def answer_all(key: QuestionKey) -> tuple[dict[str, str], float]:
-        """Return the answers by question id, and the seconds of answering; stored answers are reused."""
-        path = _partial_path(request, key)
-        stored = _read_partial(path)
-        answers = {id: text for batch in stored for id, text in batch.answers.items()}
-        for batch in plans[key].batches:
-            if not all(id in answers for id in batch.ids):
-                start = time.monotonic()
-                texts = _answer_batch(model, key, rows, folder.sets[key.set], batch, bar.refresh)
-                by_id = dict(zip(batch.ids, texts, strict=True))
-                stored.append(_BatchAnswers(by_id, round(time.monotonic() - start, 3)))
-                answers.update(by_id)
-                _append_partial(path, stored[-1])
-            bar.update(len(batch.ids))
-        predictions = {row.id: answers[row.id] for _, row in by_set[key.set]}
-        return predictions, sum(batch.seconds for batch in stored)
 
-    def evaluate(key: QuestionKey) -> QuestionResult:
-        plan, info = plans[key], folder.sets[key.set]
-        predictions, seconds = answer_all(key)
+@dataclass(frozen=True)
+class _Evaluator:
+    """Answers the questions of a key and scores the answers.
+
+    Attributes:
+        request: checkpoint, questions, context lengths and way of answering.
+        checkpoint: the checkpoint, without its model.
+        model: the loaded model.
+        sets: sets of questions by name.
+        rows: questions of the split.
+        rows_by_set: the questions of each set, in the order of the split.
+        batches: batches of each key.
+        bar: progress bar; counts questions.
+    """
+
+    request: QuestionRequest
+    checkpoint: RpeCheckpoint
+    model: Any
+    sets: Mapping[str, SetInfo]
+    rows: QuestionRows
+    rows_by_set: Mapping[str, list[QuestionRow]]
+    batches: Mapping[QuestionKey, list[_Batch]]
+    bar: Progress
+
+    def __call__(self, key: QuestionKey) -> QuestionResult:
+        """Measure one key."""
+        info, rows = self.sets[key.set], self.rows_by_set[key.set]
+        questions = [question for batch in self.batches[key] for question in batch.questions]
+        answers, seconds = self._answer_all(key)
+        predictions = {row.id: answers[row.id] for row in rows}
         count = info.splits[key.split].questions
-        if not len(predictions) == plan.questions == count:
+        if not len(predictions) == len(questions) == count:
             raise UserError(
                 f"{key.set}: {len(predictions)} of {count} questions were answered: the result is not stored, "
                 "prepare the questions again"
             )
-        if request.predictions is not None:
-            json_files.write_json(_predictions_path(request, key), predictions)
-        items = [rows.with_prediction(row, predictions[row.id]) for _, row in by_set[key.set]]
+        if self.request.predictions is not None:
+            json_files.write_json(_predictions_path(self.request, key), predictions)
+        items = [self.rows.with_prediction(row, predictions[row.id]) for row in rows]
         values, undefined = _compute_metrics(info, items)
         return QuestionResult(
             **vars(key),
-            encoding=checkpoint.encoding,
+            encoding=self.checkpoint.encoding,
             suite=info.suite,
             questions=count,
             metrics=values,
             published=info.published,
             score=values[info.published],
-            truncated_documents=plan.truncated,
-            lost_tokens=plan.lost,
+            truncated_documents=sum(question.lost_tokens > 0 for question in questions),
+            lost_tokens=sum(question.lost_tokens for question in questions),
             empty=sum(not text.strip() for text in predictions.values()),
             undefined=undefined,
-            transform=explicit_ratio(transform, checkpoint.train_length() or key.length, key.length),
-            distances=score_by_distance(info.published, items, [row.distance for _, row in by_set[key.set]]),
+            transform=self._position_transform(key),
+            distances=score_by_distance(info.published, items, [row.distance for row in rows]),
             seconds=round(seconds, 3),
         )
 
-    bar.start_timing(sum(plan.questions for plan in plans.values()))
-    return evaluate
+    def _answer_all(self, key: QuestionKey) -> tuple[dict[str, str], float]:
+        """Return the answers by question id, and the seconds of answering; stored answers are reused."""
+        path = _partial_path(self.request, key)
+        stored = _read_partial(path)
+        answers: dict[str, str] = {}
+        for batch_answers in stored:
+            answers.update(batch_answers.answers)
+        for batch in self.batches[key]:
+            if not all(id in answers for id in batch.ids):
+                start = time.monotonic()
+                texts = _answer_batch(self.model, key, self.rows, self.sets[key.set], batch, self.bar.refresh)
+                by_id = dict(zip(batch.ids, texts, strict=True))
+                stored.append(_BatchAnswers(by_id, round(time.monotonic() - start, 3)))
+                answers.update(by_id)
+                _append_partial(path, stored[-1])
+            self.bar.update(len(batch.ids))
+        return answers, sum(batch_answers.seconds for batch_answers in stored)
+
+    def _position_transform(self, key: QuestionKey) -> str:
+        """Return the spec of the position transform that is used at the length of a key."""
+        default = self.model.decoder.position_transforms.train.evaluation
+        spec = str(self.request.positions_eval or self.checkpoint.model.get("positions_eval") or default)
+        return explicit_ratio(spec, self.checkpoint.train_length() or key.length, key.length)
 
 
 def _plan_batches(
-    key: QuestionKey, rows: QuestionRows, info: SetInfo, questions: Sequence[tuple[int, QuestionRow]]
-) -> _BatchPlan:
+    key: QuestionKey, rows: QuestionRows, info: SetInfo, questions: Sequence[QuestionRow]
+) -> list[_Batch]:
     """Batch a set's questions, the longest first, so that a batch that exceeds the memory fails at once."""
-    sizes: list[tuple[int, int, QuestionRow]] = []  # tokens of the prompt, index in the split, question
-    truncated = lost = 0
-    for index, row in questions:
+    planned = []
+    for row in questions:
         if key.answer_mode == "likelihood" and not row.choices:
             raise UserError(f"question '{row.id}' of {key.set} has no choices to compare: use --answer-mode generation")
-        fixed, document = rows.lengths(row)
-        removed = max(0, document - check_token_budget(fixed, _prompt_budget(key, rows, info, row), row.id))
-        truncated, lost = truncated + (removed > 0), lost + removed
-        sizes.append((fixed + document - removed, index, row))
-    sizes.sort(key=lambda entry: (-entry[0], entry[1]))
-    return _BatchPlan(_fill_batches(key, info, sizes), len(sizes), truncated, lost)
+        fixed, document = rows.lengths(row)  # tokens of prompt and cue, and of the document
+        available = check_token_budget(fixed, _prompt_budget(key, rows, info, row), row.id)
+        lost = max(0, document - available)
+        planned.append(_PlannedQuestion(row, fixed + document - lost, lost))
+    planned.sort(key=lambda question: -question.prompt_tokens)  # stable: equal lengths keep the order of the split
+    return _fill_batches(key, info, planned)
 
 
-def _fill_batches(key: QuestionKey, info: SetInfo, sizes: Sequence[tuple[int, int, QuestionRow]]) -> list[_Batch]:
-    """Return batches within the limits, from (tokens of the prompt, index in the split, question), longest first."""
+def _fill_batches(key: QuestionKey, info: SetInfo, questions: Sequence[_PlannedQuestion]) -> list[_Batch]:
+    """Return batches within the limits; ``questions`` are sorted by the length of the prompt, longest first."""
     batches: list[_Batch] = []
-    longest = num_rows = 0  # of the batch that is being filled: tokens of its first question, rows of the model
-    for size, index, row in sizes:
-        added_rows = len(row.choices) if key.answer_mode == "likelihood" else key.beam
-        total_rows = num_rows + added_rows
-        fits = total_rows <= _MAX_ROWS and total_rows * (longest + info.answer_tokens) <= _MAX_TOKENS
-        if not batches or not fits or (len(batches[-1].ids) + 1) * longest**2 > _MAX_PAIRS:
-            batches.append(_Batch([], []))
-            longest, total_rows = size, added_rows
-        batches[-1].indices.append(index)
-        batches[-1].ids.append(row.id)
-        num_rows = total_rows
+    model_rows = 0  # of the last batch: one for each choice or hypothesis
+    for question in questions:
+        added_rows = len(question.row.choices) if key.answer_mode == "likelihood" else key.beam
+        if batches and _fits(batches[-1], model_rows + added_rows, info.answer_tokens):
+            batches[-1].questions.append(question)
+            model_rows += added_rows
+        else:
+            batches.append(_Batch([question]))
+            model_rows = added_rows
     return batches
+
+
+def _fits(batch: _Batch, model_rows: int, answer_tokens: int) -> bool:
+    """Return whether a batch with one more question, and so many rows of the model, is within the limits."""
+    longest = batch.questions[0].prompt_tokens
+    num_prompts = len(batch.questions) + 1
+    return (
+        model_rows <= _MAX_ROWS
+        and model_rows * (longest + answer_tokens) <= _MAX_TOKENS
+        and num_prompts * longest**2 <= _MAX_PAIRS
+    )
 
 
 def _prompt_budget(key: QuestionKey, rows: QuestionRows, info: SetInfo, row: QuestionRow) -> int:
@@ -253,7 +300,7 @@ def _answer_batch(
     model: Any, key: QuestionKey, rows: QuestionRows, info: SetInfo, batch: _Batch, on_step: Callable[[], object]
 ) -> list[str]:
     """Return the model's answers to a batch of questions; calls ``on_step`` after each decoding step."""
-    questions = [rows[index] for index in batch.indices]
+    questions = [question.row for question in batch.questions]
     prompts = []
     for row in questions:
         prompt, _ = build_prompt(*rows.parts(row), _prompt_budget(key, rows, info, row), key.truncate, row.id)
@@ -261,7 +308,7 @@ def _answer_batch(
     if key.answer_mode == "likelihood":
         choices = [[rows.tokens(choice).tolist() for choice in row.choices] for row in questions]
         scores = score_choices(model, prompts, choices, key.length)
-        best = (max(range(len(values)), key=values.__getitem__) for values in scores)
+        best = [values.index(max(values)) for values in scores]
         return [rows.text(row.choices[index]).strip() for row, index in zip(questions, best, strict=True)]
     if key.beam == 1:
         generations = greedy_search(model, prompts, info.answer_tokens, key.length, on_step)

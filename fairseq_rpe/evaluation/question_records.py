@@ -109,28 +109,8 @@ class QuestionRequest(EvalOverrides):
                 compare, or answers cannot be scored.
         """
         folder = dataset.load_dataset(self.data)
-        infos = folder.sets
-        if len(set(self.sets or ())) < len(self.sets or ()):
-            raise UserError(f"--sets {','.join(self.sets or ())} names a set twice: leave one out")
-        for name in self.sets or ():
-            if name not in infos:
-                raise UserError(f"--sets {name}: {self.data} has {', '.join(infos)}{did_you_mean(name, infos)}")
-        sets = tuple(self.sets or infos)
-        for name in sets:
-            info = infos[name]
-            if self.split not in info.splits:
-                raise UserError(
-                    f"--split {self.split}: {name} has no answers in this split: use {', '.join(info.splits)}"
-                )
-            metrics.check_metrics(*info.metrics, info.published)
-        if self.answer_mode == "likelihood" and self.beam > 1:
-            raise UserError("--beam needs --answer-mode generation: drop it, because likelihood compares all choices")
-        if self.length_penalty is not None and self.beam == 1:
-            raise UserError("--length-penalty needs a beam: use --beam K above 1, or drop it")
-        if self.length_penalty is not None and not 0 <= self.length_penalty <= MAX_LENGTH_PENALTY:
-            raise UserError(
-                f"--length-penalty {self.length_penalty:g} is out of range: use 0 to {MAX_LENGTH_PENALTY:g}"
-            )
+        sets = self._check_sets(folder)
+        self._check_answer_mode()
         prompt.check_lengths(folder, self.split, self.lengths, sets, compare_choices=self.answer_mode == "likelihood")
         shared: dict[str, Any] = {
             "checkpoint": checkpoint,
@@ -144,6 +124,34 @@ class QuestionRequest(EvalOverrides):
             for name in sets
             for length in self.lengths
         ]
+
+    def _check_sets(self, folder: dataset.QuestionDataset) -> tuple[str, ...]:
+        """Return the names of the sets, after checking that each can be answered and scored."""
+        infos, requested = folder.sets, tuple(self.sets or ())
+        if len(set(requested)) < len(requested):
+            raise UserError(f"--sets {','.join(requested)} names a set twice: leave one out")
+        for name in requested:
+            if name not in infos:
+                raise UserError(f"--sets {name}: {self.data} has {', '.join(infos)}{did_you_mean(name, infos)}")
+        sets = requested or tuple(infos)
+        for name in sets:
+            info = infos[name]
+            if self.split not in info.splits:
+                raise UserError(
+                    f"--split {self.split}: {name} has no answers in this split: use {', '.join(info.splits)}"
+                )
+            metrics.check_metrics(*info.metrics, info.published)
+        return sets
+
+    def _check_answer_mode(self) -> None:
+        if self.answer_mode == "likelihood" and self.beam > 1:
+            raise UserError("--beam needs --answer-mode generation: drop it, because likelihood compares all choices")
+        if self.length_penalty is not None and self.beam == 1:
+            raise UserError("--length-penalty needs a beam: use --beam K above 1, or drop it")
+        if self.length_penalty is not None and not 0 <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            raise UserError(
+                f"--length-penalty {self.length_penalty:g} is out of range: use 0 to {MAX_LENGTH_PENALTY:g}"
+            )
 
 
 @dataclass(frozen=True)
@@ -212,16 +220,21 @@ def score_by_distance(
     Returns:
         The bands; empty if a distance is unknown, there are too few questions or the metric is not a mean over them.
     """
-    order = [(distance, index) for index, distance in enumerate(distances) if distance is not None]
-    if len(order) < max(len(items), NUM_BANDS) or not is_streamable(metric):
+    # by distance; equal distances in the order of the questions
+    answered = sorted(
+        ((distance, item) for distance, item in zip(distances, items, strict=True) if distance is not None),
+        key=itemgetter(0),
+    )
+    if len(answered) < max(len(items), NUM_BANDS) or not is_streamable(metric):
         return ()
-    order.sort()
-    sizes = [len(order) * number // NUM_BANDS for number in range(NUM_BANDS + 1)]
-    # a band ends after the last question at the same distance as the question where an eighth ends
-    edges = sorted({bisect_right(order, order[size - 1][0], key=itemgetter(0)) if size else 0 for size in sizes})
+    sorted_distances = [distance for distance, _ in answered]
+    edges = {0}
+    for band in range(1, NUM_BANDS + 1):
+        # a band ends after the last question at the same distance as the question where an eighth ends
+        last_of_eighth = len(answered) * band // NUM_BANDS - 1
+        edges.add(bisect_right(sorted_distances, sorted_distances[last_of_eighth]))
     bands = []
-    for start, end in pairwise(edges):
-        band = order[start:end]
-        score = metrics.score(metric, [items[index] for _, index in band])
-        bands.append(DistanceBand(band[0][0], band[-1][0], len(band), score))
+    for start, end in pairwise(sorted(edges)):
+        score = metrics.score(metric, [item for _, item in answered[start:end]])
+        bands.append(DistanceBand(sorted_distances[start], sorted_distances[end - 1], end - start, score))
     return tuple(bands)

@@ -402,16 +402,19 @@ def resume_results(
     missing = [key for key in keys if key not in results]
     if path and missing:
         output_checks.check_output_file("--out", path)
-    evaluate = make_evaluator(missing) if missing else results.__getitem__  # not called if nothing is missing
+    evaluate = make_evaluator(missing) if missing else None
     for key in keys:
+        if key in results:
+            yield results[key]
+            continue
+        assert evaluate is not None  # the key is missing
+        results[key] = evaluate(key)
         failure: Exception | None = None
-        if key not in results:
-            results[key] = evaluate(key)
-            try:
-                if path:
-                    json_files.append_json_line(path, results[key].to_json())
-            except (OSError, UserError) as error:
-                failure = error
+        try:
+            if path:
+                json_files.append_json_line(path, results[key].to_json())
+        except (OSError, UserError) as error:
+            failure = error
         # yielded first: the caller can still show a result that could not be stored
         yield results[key]
         if failure is not None:

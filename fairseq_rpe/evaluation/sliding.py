@@ -150,21 +150,25 @@ class SlidingRequest(EvalOverrides):
 
     def keys(self, checkpoint: Path) -> list[SlidingKey]:
         """Return one key for each window and mode."""
-        shared: dict[str, Any] = {"checkpoint": sha256_of_files(checkpoint), "data": corpus.corpus_digest(self.data)}
-        shared |= {"positions": self.positions_eval, "tokens": self.tokens_to_score()}
-        shared |= {"max_tokens": self.max_tokens or BATCH_TOKENS, "device": devices.resolve_device(self.device)}
-        shared |= {"blocks": self.blocks if self.blocks == "document" else None}
-
-        def modes(window: int) -> list[tuple[str, int]]:
-            """Return each mode with its stride; non-overlapping first, as :func:`compare_windows` expects."""
-            cached = [(CACHED, self.stride)] if self.cached else []
-            return [(PLAIN, window), (SLIDING, self.stride), *cached]
-
-        return [
-            from_attributes(SlidingKey, self, **shared, mode=mode, window=window, stride=stride)
-            for window in self.windows
-            for mode, stride in modes(window)
-        ]
+        shared: dict[str, Any] = {
+            "checkpoint": sha256_of_files(checkpoint),
+            "data": corpus.corpus_digest(self.data),
+            "positions": self.positions_eval,
+            "tokens": self.tokens_to_score(),
+            "max_tokens": self.max_tokens or BATCH_TOKENS,
+            "device": devices.resolve_device(self.device),
+            "blocks": self.blocks if self.blocks == "document" else None,
+        }
+        keys = []
+        for window in self.windows:
+            strides = {PLAIN: window, SLIDING: self.stride}  # non-overlapping first, as compare_windows expects
+            if self.cached:
+                strides[CACHED] = self.stride
+            keys += [
+                from_attributes(SlidingKey, self, **shared, mode=mode, window=window, stride=stride)
+                for mode, stride in strides.items()
+            ]
+        return keys
 
 
 def with_blocks(request: SlidingRequest, subjects: Sequence[LabelledCheckpoint]) -> SlidingRequest:
@@ -232,11 +236,11 @@ def _make_evaluator(
     ends = request.ends(tokens) if request.blocks == "document" else None
 
     def evaluate(key: SlidingKey) -> SlidingResult:
-        rows = (key.max_tokens or BATCH_TOKENS) // key.window
+        batch_size = (key.max_tokens or BATCH_TOKENS) // key.window  # windows of a batch
         if ends is None:
-            windows = Windows(stream, key.window, key.stride, rows)
+            windows = Windows(stream, key.window, key.stride, batch_size)
         else:
-            windows = DocumentWindows(stream, ends, key.window, key.stride, rows)
+            windows = DocumentWindows(stream, ends, key.window, key.stride, batch_size)
         title = f"{subject.label}, {key.mode}, window {key.window}"
         seconds: list[float] = []  # of each repetition
         while sum(seconds) < MIN_SECONDS and len(seconds) < MAX_REPEATS:
@@ -264,8 +268,9 @@ def window_table(rows: Sequence[SlidingResult]) -> Table:
     header = ["encoding", "window", *(f"{m} ppl" for m in modes), "seconds", *(f"{m} time" for m in modes[1:])]
     lines = []
     for (label, window), results in by_window.items():
-        times = [results[0].seconds, *(result.relative for result in results[1:])]
-        cells = [number_cell(value, ".2f") for value in (*(result.ppl for result in results), *times)]
+        plain, *others = results  # non-overlapping first
+        values = [*(result.ppl for result in results), plain.seconds, *(result.relative for result in others)]
+        cells = [number_cell(value, ".2f") for value in values]
         lines.append(TableRow(label, [number_cell(window, "d"), *cells]))
     return Table("Perplexity and time by window", header, lines)
 

@@ -8,10 +8,11 @@ Every target is scored exactly once, from w - s + 1 to w inputs, or from fewer a
 non-overlapping evaluation.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
+from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.evaluation.loss_aggregation import check_finite
 from fairseq_rpe.evaluation.perplexity import Cache, token_losses
@@ -28,6 +30,20 @@ from fairseq_rpe.utils.progress import Progress
 
 MAX_SEGMENTS = 64  # upper limit of the segments of text that the cached evaluation processes in parallel
 Batch = tuple[Tensor, Tensor]  # inputs and targets
+
+
+class WindowBatch(NamedTuple):
+    """Windows of one shape that are scored together.
+
+    Attributes:
+        starts: first input of each window.
+        length: number of inputs of a window.
+        targets: number of scored targets of a window, its last ones.
+    """
+
+    starts: range | np.ndarray
+    length: int
+    targets: int
 
 
 class Windows(Dataset):
@@ -45,9 +61,9 @@ class Windows(Dataset):
     Attributes:
         tokens: T, number of targets.
         starts: first input of each full window.
-        first_window, last_windows: arguments of :meth:`select` for the first window, and for the shorter final one, if
-            there is one.
-        batches: arguments of :meth:`select` for each batch.
+        first_window: the first window, which scores w targets.
+        last_windows: the shorter final window, if there is one.
+        batches: the windows of each batch.
     """
 
     def __init__(self, stream: Tensor, window: int, stride: int, rows: int = 1) -> None:
@@ -55,36 +71,33 @@ class Windows(Dataset):
         check_windows(self.tokens, window, stride)
         self.stream, self.window, self.stride, self.rows = stream, window, stride, max(1, rows)
         self.starts = range(0, self.tokens - window + 1, stride)
-        self.first_window = (self.starts[:1], window, window)
-        remaining = self.tokens - window - self.starts[-1]  # targets after the last full window
+        self.first_window = WindowBatch(self.starts[:1], window, window)
         last_start = self.starts[-1] + stride
-        last = (range(last_start, last_start + 1), self.tokens - last_start, remaining)
-        self.last_windows = [last] if remaining else []
-        # The first window scores w targets, the others s: it is a batch of its own unless s = w.
+        remaining = self.tokens - window - self.starts[-1]  # targets after the last full window
+        last_window = WindowBatch(range(last_start, last_start + 1), self.tokens - last_start, remaining)
+        self.last_windows = [last_window] if remaining else []
+        # The first window scores w targets, the others s: it is a batch by itself unless s = w.
         alone = [self.first_window] if stride < window else []
-        offsets = range(len(alone), len(self.starts), self.rows)
-        inner = [(self.starts[k : k + self.rows], window, stride) for k in offsets]
-        self.batches: list[tuple[range | np.ndarray, int, int]] = [*alone, *inner, *self.last_windows]
+        full_windows = self.starts[len(alone) :]
+        self.batches = [*alone, *_split_rows(full_windows, window, stride, self.rows), *self.last_windows]
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, number: int) -> Batch:
-        return self.select(*self.batches[number])
+        return self.select(self.batches[number])
 
-    def select(self, starts: range | np.ndarray, length: int, targets: int) -> Batch:
-        """Return windows and their last targets.
+    def select(self, batch: WindowBatch) -> Batch:
+        """Return the inputs (B, length) and the scored targets (B, targets), int64, of B windows."""
+        indices = torch.tensor(batch.starts)[:, None] + torch.arange(batch.length)  # (B, length)
+        # Target i is input i + 1.
+        return self.stream[indices], self.stream[indices[:, batch.length - batch.targets :] + 1]
 
-        Args:
-            starts: first input of each of B windows.
-            length: inputs of a window.
-            targets: number of scored targets of a window.
 
-        Returns:
-            Inputs (B, length) and targets (B, targets), int64.
-        """
-        indices = torch.tensor(starts)[:, None] + torch.arange(length)  # (B, length)
-        return self.stream[indices], self.stream[indices[:, length - targets :] + 1]
+def _split_rows(starts: range | np.ndarray, length: int, targets: int, rows: int) -> Iterator[WindowBatch]:
+    """Yield windows of one shape in batches of at most ``rows``."""
+    for k in range(0, len(starts), rows):
+        yield WindowBatch(starts[k : k + rows], length, targets)
 
 
 class DocumentWindows(Windows):
@@ -106,35 +119,43 @@ class DocumentWindows(Windows):
         self.tokens = int(sizes.sum())
         check_windows(int(sizes.max(initial=0)), window, stride)
         self.stream, self.window, self.stride, self.rows = stream, window, stride, max(1, rows)
-        windows = _document_windows(begins, sizes, window, stride)
+        windows = _document_windows(begins, sizes, window, stride)  # (windows, 3): first input, inputs, targets
+        # Windows are grouped by their shape: number of inputs and number of targets.
         shapes, shape_indices = np.unique(windows[:, 1:], axis=0, return_inverse=True)  # (shapes, 2), (windows,)
         order = np.argsort(shape_indices.ravel(), kind="stable")
         counts = np.bincount(shape_indices.ravel(), minlength=len(shapes))
         starts_by_shape = np.split(windows[order, 0], np.cumsum(counts)[:-1])
         self.batches = []
         for (length, targets), starts in zip(shapes.tolist(), starts_by_shape, strict=True):
-            batches = (starts[k : k + self.rows] for k in range(0, len(starts), self.rows))
-            self.batches += [(batch, length, targets) for batch in batches]
+            self.batches += _split_rows(starts, length, targets, self.rows)
 
 
 def _document_windows(begins: np.ndarray, sizes: np.ndarray, window: int, stride: int) -> np.ndarray:
-    """Return (windows, 3), the windows of documents with these first inputs and sizes, (documents,) each.
+    """Return the windows of documents, as an array (windows, 3).
 
-    The columns are the first input, the number of inputs and the number of targets of a window.
+    Args:
+        begins: (documents,) first input of each document.
+        sizes: (documents,) number of targets of each document.
+        window: w, in tokens.
+        stride: s, in tokens.
+
+    Returns:
+        The first input, the number of inputs and the number of targets of each window.
     """
-    has_window = sizes >= window  # the other documents are one shorter window each
-    short_begins, short_sizes = begins[~has_window], sizes[~has_window]
-    begins, sizes = begins[has_window], sizes[has_window]
-    later, remaining = (sizes - window) // stride, (sizes - window) % stride  # full windows after the first; targets
-    number = np.arange(later.sum()) - np.repeat(np.cumsum(later) - later, later) + 1  # 1, 2 … within each document
-    has_last = remaining > 0
-    offset = (later[has_last] + 1) * stride  # of the shorter final window from the start of its document
+    is_long = sizes >= window  # a shorter document is one window
+    short_begins, short_sizes = begins[~is_long], sizes[~is_long]
+    begins, sizes = begins[is_long], sizes[is_long]
+    num_later = (sizes - window) // stride  # full windows after the first one, by document
+    remaining = (sizes - window) % stride  # targets of a shorter final window, by document
+    later_offsets = (corpus.enumerate_groups(num_later) + 1) * stride  # (full windows after the first ones,)
+    has_final = remaining > 0
+    final_offsets = (num_later[has_final] + 1) * stride
     return np.concatenate(
         [
             _stack_windows(short_begins, short_sizes, short_sizes),
             _stack_windows(begins, window, window),
-            _stack_windows(np.repeat(begins, later) + number * stride, window, stride),
-            _stack_windows(begins[has_last] + offset, sizes[has_last] - offset, remaining[has_last]),
+            _stack_windows(np.repeat(begins, num_later) + later_offsets, window, stride),
+            _stack_windows(begins[has_final] + final_offsets, sizes[has_final] - final_offsets, remaining[has_final]),
         ]
     )
 
@@ -182,6 +203,7 @@ def score_windows(
         UserError: a target has probability 0 or NaN or was not scored exactly once, or the cache would change the
             result (see :func:`cache_mismatch_reason`).
     """
+    # batch_size=None: an item of `windows` is a batch already.
     batches = _cached_batches(model, windows) if cached else DataLoader(windows, batch_size=None, num_workers=workers)
     device = next(model.parameters()).device
     nats, tokens, start = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
@@ -192,7 +214,7 @@ def score_windows(
         return time.perf_counter()
 
     with Progress(title, "tokens", windows.tokens) as bar:
-        for inputs, targets, *state in batches:
+        for inputs, targets, *state in batches:  # the cached evaluation also yields its KV cache
             inputs, targets = inputs.to(device), targets.to(device)
             if not tokens:
                 token_losses(model, inputs, targets)  # warm-up: allocations and the choice of a back end
@@ -219,20 +241,24 @@ def _cached_batches(model: Any, windows: Windows) -> Iterator[Batch | tuple[Tens
     overlap, later_starts = windows.window - windows.stride, windows.starts[1:]
     # So few segments that filling their caches computes at most about a quarter of the tokens of the steps.
     segments = max(1, min(MAX_SEGMENTS, windows.rows, len(later_starts) * windows.stride // (4 * overlap)))
-    steps = max(1, -(-len(later_starts) // segments))  # windows of a segment, rounded up
-    yield windows.select(*windows.first_window)
+    steps = max(1, math.ceil(len(later_starts) / segments))  # windows of a segment
+    yield windows.select(windows.first_window)
     if later_starts:
-        prefix, _ = windows.select(later_starts[::steps], overlap, 0)  # (segments, w - s)
+        prefix, _ = windows.select(WindowBatch(later_starts[::steps], overlap, 0))  # (segments, w - s)
         decoder(prefix.to(next(decoder.parameters()).device), incremental_state=state, features_only=True)
         for step in range(steps):
             starts = later_starts[step::steps]  # segment i is at window i·steps + step
-            for layer in decoder.layers:
-                cache = layer.self_attn._get_input_buffer(state)
-                # (B, H, w, D) -> the last w - s tokens; the last step may have fewer segments
-                recent = {name: tensor[: len(starts), :, -overlap:] for name, tensor in cache.items()}
-                layer.self_attn._set_input_buffer(state, recent)
-            yield *windows.select(starts, windows.window, windows.stride), state
-    yield from (windows.select(*window) for window in windows.last_windows)
+            _drop_oldest_keys(decoder, state, len(starts), overlap)
+            yield *windows.select(WindowBatch(starts, windows.window, windows.stride)), state
+    yield from map(windows.select, windows.last_windows)
+
+
+def _drop_oldest_keys(decoder: Any, state: Cache, segments: int, tokens: int) -> None:
+    """Keep the last ``tokens`` keys and values of the first ``segments`` rows; the last step may have fewer rows."""
+    for layer in decoder.layers:
+        cache = layer.self_attn._get_input_buffer(state)  # name -> (B, H, w, D)
+        recent = {name: tensor[:segments, :, -tokens:] for name, tensor in cache.items()}
+        layer.self_attn._set_input_buffer(state, recent)
 
 
 def cache_mismatch_reason(model: Any, window: int, stride: int) -> str | None:
@@ -281,8 +307,7 @@ def _hidden_state_mismatch_reason(decoder: Any, positions: Positions, window: in
     if any(e.rotation_regions(positions) is not None for e in decoder.encodings):
         return f"this encoding rotates keys by their index in the window, so with {layers} layers use recomputation"
     scores = [_scores(decoder.layer_encoding(layer), positions) for layer in range(layers)]
-    # The farthest key that the last query of the window sees in any head, summed over layers.
-    distance = sum(int((rows[0] > -torch.inf).flatten(0, 2).any(0).nonzero().max()) for rows in scores)
+    distance = sum(_farthest_visible_key(rows[0]) for rows in scores)
     if distance > window - stride:
         return (
             f"cached states would depend on tokens that left the window: in {window} tokens {layers} layers see "
@@ -294,6 +319,12 @@ def _hidden_state_mismatch_reason(decoder: Any, positions: Positions, window: in
     if not positions.contiguous or not all(same):
         return "scores of this encoding depend on more than the distance, so cached states differ: use recomputation"
     return None
+
+
+def _farthest_visible_key(scores: Tensor) -> int:
+    """Return the distance of the farthest key that a query sees in any head; ``scores`` (1, H, 1, m) nearest first."""
+    is_visible = (scores > -torch.inf).flatten(0, 2).any(0)  # (m,)
+    return int(is_visible.nonzero().max())
 
 
 def _scores(encoding: Encoding, positions: Positions) -> list[Tensor]:

@@ -36,8 +36,8 @@ class LayerTruncationError:
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.rows = sizes, 0
-        # (3, J, H) largest δ, bound and δ / bound; (2, J, H) sums of δ and of the bound; empty before the first block
-        self._maxima = self._sums = torch.empty(0)
+        self._maxima = torch.empty(0)  # (3, J, H) largest δ, bound and δ / bound; empty before the first block
+        self._sums = torch.empty(0)  # (2, J, H) sums of δ and of the bound; empty before the first block
 
     def add(self, score: Tensor, v: Tensor) -> None:
         """Add the queries of one attention call.
@@ -47,7 +47,8 @@ class LayerTruncationError:
             v: (B, H, m, D) values.
         """
         pairs = [torch.stack(pair) for pair in truncation_errors(score, v, self.sizes)]  # J × (2, B, H, n)
-        errors = torch.stack(pairs, 1).transpose(2, 3).flatten(3)  # (2, J, H, B·n)
+        errors = torch.stack(pairs, 1)  # (2, J, B, H, n): δ and bound for each number of keys
+        errors = errors.transpose(2, 3).flatten(3)  # (2, J, H, B·n)
         delta, bound = errors
         ratio = torch.where(bound > 0, delta / bound, 0.0)  # a query without far keys has δ = bound = 0
         maxima, sums = torch.stack([delta, bound, ratio]).amax(-1), errors.sum(-1)
@@ -175,8 +176,8 @@ def truncation_csv(errors: Sequence[CheckpointTruncationError]) -> str:
 
 def truncation_table(errors: Sequence[CheckpointTruncationError]) -> Table:
     """Return a table of encoding and layer × number of keys: the largest δ of any head and query, and its bound."""
-    # Of the numbers of keys only 1, 4, 16, 64 …, every second power of two, so that the table fits a page.
-    columns = [index for index, keys in enumerate(errors[0].keys) if keys.bit_count() == 1 and keys.bit_length() % 2]
+    # Only some numbers of keys, so that the table fits a page.
+    columns = [index for index, keys in enumerate(errors[0].keys) if _is_power_of_four(keys)]
     rows = [
         TableRow(error.label, [text_cell(layer), *(text_cell(f"{delta[c]:.2g} ({bound[c]:.2g})") for c in columns)])
         for error in errors
@@ -184,3 +185,7 @@ def truncation_table(errors: Sequence[CheckpointTruncationError]) -> Table:
     ]
     header = ["encoding", "layer", *(f"j = {errors[0].keys[c]}" for c in columns)]
     return Table("Output error", header, rows, is_text=True)
+
+
+def _is_power_of_four(number: int) -> bool:
+    return number.bit_count() == 1 and number.bit_length() % 2 == 1

@@ -55,14 +55,14 @@ def draw_bias_maps(maps: Mapping[str, Tensor], step: int, head: int) -> Figure:
         head: number of the head, from 1, for the title.
     """
     scale = _scale(LogNorm(_MIN_WEIGHT, 1.0))
-    figure, shown = _few_columns(len(maps), 1.0)
+    figure, shown = _panels_of_shape(len(maps), 1.0)
     for axes, (name, bias) in zip(shown, maps.items(), strict=True):
         causal = bias.double().masked_fill(~_past(len(bias)), -torch.inf)
         weights = (causal - causal.amax(-1, keepdim=True)).exp().clamp_min(_MIN_WEIGHT)
         _map(axes, weights, step, scale, name, nbins=3)
     _bar(figure, shown, scale, "exp(bias − largest bias of the row)", extend="min")
     title = f"Weight that the bias alone gives to each key, head {head}"
-    return _named(figure, "key (tokens)", "query (tokens)", title)
+    return _with_labels(figure, "key (tokens)", "query (tokens)", title)
 
 
 def draw_head_maps(bias: Tensor, title: str, heads: Sequence[int], step: int) -> Figure:
@@ -87,7 +87,7 @@ def draw_head_maps(bias: Tensor, title: str, heads: Sequence[int], step: int) ->
         _map(axes, value, step, scale, f"head {head + 1}", nbins=5)
     _bar(figure, shown, scale, "exp(bias)")
     every = f", one in {step} shown" if step > 1 else ""
-    return _named(figure, f"key (tokens{every})", f"query (tokens{every})", title)
+    return _with_labels(figure, f"key (tokens{every})", f"query (tokens{every})", title)
 
 
 def draw_head_profiles(profile: Tensor, title: str) -> Figure:
@@ -115,7 +115,7 @@ def draw_profiles(values: Mapping[str, Tensor]) -> Figure:
     below = {k: (bias - bias.amax(-1, keepdim=True)).clamp_min(2 * _MIN_BIAS) for k, bias in doubles.items()}
     figure = _over_distance(below, range(n), _HEADS_MAP, range(1, heads + 1))
     figure.axes[0].set_ylim(_MIN_BIAS, 0.4)
-    return _named(figure, "distance (tokens)", "bias − largest bias (nats)")
+    return _with_labels(figure, "distance (tokens)", "bias − largest bias (nats)")
 
 
 def draw_weight_comparison(values: Mapping[str, Tensor], head: int) -> Figure:
@@ -189,7 +189,7 @@ def draw_query_biases(biases: Mapping[int, Tensor], name: str, layers: Sequence[
         for axes in query_axes[count:]:
             axes.set_visible(False)
     _ramp_bar(figure, all_axes, _HEADS_MAP, range(1, heads + 1))
-    return _named(figure, "key position (tokens)", "bias (nats)", f"Learned bias of {name}")
+    return _with_labels(figure, "key position (tokens)", "bias (nats)", f"Learned bias of {name}")
 
 
 def draw_bias_over_training(
@@ -205,7 +205,9 @@ def draw_bias_over_training(
     """
     changes = {title: bias.double() - bias[:, :1] for title, bias in values.items()}
     figure = _over_distance(changes, distances, _TIME_MAP, steps)
-    return _named(figure, "distance (tokens)", "bias − bias at distance 0 (nats)", f"Bias of {name} over its training")
+    return _with_labels(
+        figure, "distance (tokens)", "bias − bias at distance 0 (nats)", f"Bias of {name} over its training"
+    )
 
 
 def draw_constructions(name: str, target: Tensor, ours: FireFit, papers: Sequence[PaperFit]) -> Figure:
@@ -269,7 +271,8 @@ def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: st
     axes.locator_params(nbins=nbins, integer=True)
 
 
-def _named(figure: Figure, x: str, y: str, title: str = "") -> Figure:
+def _with_labels(figure: Figure, x: str, y: str, title: str = "") -> Figure:
+    """Return the figure with labels of its axes and, if there is one, a title."""
     if title:
         set_figure_title(figure, title, NAME + 1)
     figure.supxlabel(x, fontsize=NAME)
@@ -277,7 +280,7 @@ def _named(figure: Figure, x: str, y: str, title: str = "") -> Figure:
     return figure
 
 
-def _few_columns(count: int, shape: float, grid: bool = False) -> tuple[Figure, list[Axes]]:
+def _panels_of_shape(count: int, shape: float, grid: bool = False) -> tuple[Figure, list[Axes]]:
     """Return ``count`` panels whose height is ``shape`` times their width."""
     if not count:
         raise UserError("there is nothing to draw: name an encoding with an additive bias")
@@ -302,12 +305,18 @@ def _tiles(
     return figure, all_axes[:count]
 
 
-def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp: str, of: Sequence[int]) -> Figure:
-    """Draw a panel for each title, with a line for each row of (lines, len(distances)) in a colour of the ramp.
+def _over_distance(
+    values: Mapping[str, Tensor], distances: Sequence[int], ramp: str, line_numbers: Sequence[int]
+) -> Figure:
+    """Draw a panel for each title, with a line for each row of its values.
 
-    ``of``: head or update of each line.
+    Args:
+        values: title -> (lines, len(distances)).
+        distances: distances in tokens.
+        ramp: name of the colour map of the lines.
+        line_numbers: head or update of each line.
     """
-    figure, shown = _few_columns(len(values), 0.85, grid=True)
+    figure, shown = _panels_of_shape(len(values), 0.85, grid=True)
     ticks = [d for d in (0, 1, 8, 64, 512, 4096, 32768) if d <= distances[-1]]
     for axes, (title, lines) in zip(shown, values.items(), strict=True):
         for line, colour in zip(lines, _ramp(ramp, len(lines)), strict=True):
@@ -318,27 +327,29 @@ def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp:
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.set_xlim(0, distances[-1])
         set_title(axes, title)
-    _ramp_bar(figure, shown, ramp, of)
+    _ramp_bar(figure, shown, ramp, line_numbers)
     return figure
 
 
 def _ramp(name: str, count: int) -> list[Any]:
+    """Return ``count`` colours of a colour map."""
     # without the last tenth of the colour map, which is too pale for a line
     return [colormaps[name](0.9 * k / max(1, count - 1)) for k in range(count)]
 
 
-def _ramp_bar(figure: Figure, panels: list[Axes], name: str, of: Sequence[int]) -> None:
-    """Add the colour bar of a ramp: discrete for heads, continuous for updates."""
-    if len(of) < 2:
+def _ramp_bar(figure: Figure, panels: list[Axes], name: str, line_numbers: Sequence[int]) -> None:
+    """Add the colour bar of a ramp, discrete for heads and continuous for updates; none for a single line."""
+    if len(line_numbers) < 2:
         return
     if name == _TIME_MAP:
         colours = LinearSegmentedColormap.from_list("ramp", _ramp(name, 64))
-        _bar(figure, panels, ScalarMappable(Normalize(of[0], of[-1]), colours), "updates")
+        _bar(figure, panels, ScalarMappable(Normalize(line_numbers[0], line_numbers[-1]), colours), "updates")
         return
-    edges = [head - 0.5 for head in (*of, of[-1] + 1)]
-    heads = ScalarMappable(BoundaryNorm(edges, len(of)), ListedColormap(_ramp(name, len(of))))
+    count = len(line_numbers)
+    edges = [head - 0.5 for head in (*line_numbers, line_numbers[-1] + 1)]
+    heads = ScalarMappable(BoundaryNorm(edges, count), ListedColormap(_ramp(name, count)))
     # at most about eight heads have a tick
-    bar = _bar(figure, panels, heads, "head", ticks=list(of)[:: -(-len(of) // 8)])
+    bar = _bar(figure, panels, heads, "head", ticks=list(line_numbers)[:: -(-count // 8)])
     bar.minorticks_off()
     bar.ax.tick_params(length=0)
 

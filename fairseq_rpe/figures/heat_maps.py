@@ -17,10 +17,14 @@ from fairseq_rpe.figures.style import NAME, PALETTE, TICK, figure_width, panel_c
 MAX_LINES = 12  # methods in a figure with lines; more lines cannot be distinguished
 ROW_HEIGHT = 0.19  # inches
 _MAX_CELLS = 48  # columns of a panel
-_NUMBER_WIDTH = 0.32  # inches
+_NUMBER_WIDTH = 0.32  # of a number in a cell, in inches
+_LETTER_WIDTH = 0.075  # mean width of a letter of a tick label, in inches
+_BRIGHT = 0.6  # share of the colour scale above which a cell is so bright that its number is black
+_MISSING = "0.85"  # colour of cells without a value
 _MAX_COLUMNS = 3  # panels of needle maps side by side
 _MAX_LENGTH_TICKS = 24
 _MAX_NUMBERED_LENGTHS = 8  # columns up to which the cells of a needle map have numbers
+_MAX_DEPTH_TICKS = 11  # rows up to which they have numbers, and number of tick labels
 Rows = Mapping[str, Mapping[float, float]]  # method -> x -> value
 Grid = Mapping[tuple[int, float], float]  # (length in tokens, depth) -> value
 
@@ -60,35 +64,67 @@ def draw_map(
     Returns:
         The colour scale, for :func:`add_colour_bar`.
     """
-    xs = sorted({x for values_at in rows.values() for x in values_at})
-    if len(xs) > _MAX_CELLS:
-        xs = [xs[k] for k in sorted({round(v) for v in np.linspace(0, len(xs) - 1, _MAX_CELLS)})]
+    xs = _select_columns(rows)
     values = np.array([_values(values_at, xs, continuous) for values_at in rows.values()])  # (methods, len(xs))
-    scale = ScalarMappable(norm, colormaps["viridis"].with_extremes(bad="0.85"))
+    scale = _colour_scale(norm)
     axes.imshow(values, norm=norm, cmap=scale.cmap, interpolation="nearest", aspect="auto")
-    # width of a cell in inches: the names take 0.075 per letter, shared by the panels of a row
-    letters = max(map(len, rows)) / axes.get_subplotspec().get_gridspec().ncols
-    cell = max(0.1, panel_width(axes) - 0.075 * letters - 0.4) / len(xs)
-    labels = [f"{x:g}" if x == int(x) else f"{x:.2g}" for x in xs]
-    every = max(1, math.ceil(max(_NUMBER_WIDTH, 0.075 * max(map(len, labels))) / cell))
-    # counted from the last x, which always has a label
-    ticks = range((len(xs) - 1) % every, len(xs), every)
-    axes.set_xticks(ticks, [labels[k] for k in ticks])
+    has_all_labels = _label_columns(axes, xs, max(map(len, rows)))
     axes.set_yticks(range(len(rows)), list(rows))
     axes.tick_params(length=2)
-    if numbers is not None and every == 1:
+    if numbers is not None and has_all_labels:
         for row, values_at in enumerate(numbers.values()):
             for column, x in enumerate(xs):
                 if x in values_at and np.isfinite(values[row, column]):
-                    # black on the bright part of the colours
-                    ink = "black" if float(norm(values[row, column])) > 0.6 else "white"
-                    options: dict[str, Any] = {"fontsize": TICK - 1, "ha": "center", "va": "center"}
-                    axes.text(column, row, format_short(values_at[x]), color=ink, **options)
+                    _write_number(axes, row, column, format_short(values_at[x]), float(norm(values[row, column])))
     if after is not None and xs[0] <= after < xs[-1]:
-        last = max(k for k, x in enumerate(xs) if x <= after)
-        axes.axvline(last + 0.5, color=PALETTE[1], linestyle=(0, (4, 2)), linewidth=1.6, label="_training")
+        _mark_after(axes, max(k for k, x in enumerate(xs) if x <= after))
     set_title(axes, title)
     return scale
+
+
+def _select_columns(rows: Rows) -> list[float]:
+    """Return all x of the rows, or at most 48 of them that are evenly spread by their order."""
+    xs = sorted({x for values_at in rows.values() for x in values_at})
+    if len(xs) <= _MAX_CELLS:
+        return xs
+    return [xs[k] for k in sorted({round(v) for v in np.linspace(0, len(xs) - 1, _MAX_CELLS)})]
+
+
+def _colour_scale(norm: Normalize) -> ScalarMappable:
+    return ScalarMappable(norm, colormaps["viridis"].with_extremes(bad=_MISSING))
+
+
+def _label_columns(axes: Axes, xs: Sequence[float], letters: int) -> bool:
+    """Label as many columns as there is space for.
+
+    Args:
+        axes: panel of the map.
+        xs: x of each column.
+        letters: length of the longest name of a row.
+
+    Returns:
+        Whether every column has a label, so that the cells have space for numbers too.
+    """
+    # the names of the rows take their width from all panels side by side
+    names = _LETTER_WIDTH * letters / axes.get_subplotspec().get_gridspec().ncols
+    cell = max(0.1, panel_width(axes) - names - 0.4) / len(xs)  # inches
+    labels = [f"{x:g}" if x == int(x) else f"{x:.2g}" for x in xs]
+    every = max(1, math.ceil(max(_NUMBER_WIDTH, _LETTER_WIDTH * max(map(len, labels))) / cell))
+    # counted from the last x, which always has a label
+    ticks = range((len(xs) - 1) % every, len(xs), every)
+    axes.set_xticks(ticks, [labels[k] for k in ticks])
+    return every == 1
+
+
+def _write_number(axes: Axes, row: int, column: int, text: str, brightness: float) -> None:
+    """Write a number into a cell, whose colour is at ``brightness`` (0 to 1) of the colour scale."""
+    ink = "black" if brightness > _BRIGHT else "white"
+    axes.text(column, row, text, color=ink, fontsize=TICK - 1, ha="center", va="center")
+
+
+def _mark_after(axes: Axes, column: int) -> None:
+    """Draw a dashed line after a column."""
+    axes.axvline(column + 0.5, color=PALETTE[1], linestyle=(0, (4, 2)), linewidth=1.6, label="_training")
 
 
 def add_colour_bar(figure: Figure, all_axes: Sequence[Axes], scale: ScalarMappable, label: str, **options: Any) -> None:
@@ -156,27 +192,16 @@ def draw_needle_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[s
     cells = [(task, method, grid) for task, methods in grids.items() for method, grid in methods.items()]
     columns = panel_columns(len(cells), 2 if len(cells) == 4 else _MAX_COLUMNS, 1.6)
     lines = -(-len(cells) // columns)
-    most = max(len({depth for _, depth in grid}) for *_, grid in cells)
-    size = (figure_width(columns), 0.7 + lines * (0.55 + 0.15 * max(most, 6)))
+    most_depths = max(len({depth for _, depth in grid}) for *_, grid in cells)
+    size = (figure_width(columns), 0.7 + lines * (0.55 + 0.15 * max(most_depths, 6)))
     figure, all_axes = panels(lines, columns, size, grid=False)
-    scale = ScalarMappable(Normalize(0, 100), colormaps["viridis"].with_extremes(bad="0.85"))
+    scale = _colour_scale(Normalize(0, 100))
     for axes, (task, method, grid) in zip(all_axes, cells, strict=False):
+        # all maps of a task have the same lengths and depths
         lengths, depths = (sorted({key[axis] for _, g in grids[task].items() for key in g}) for axis in (0, 1))
-        values = np.array([[grid.get((n, depth), np.nan) for n in lengths] for depth in depths])
-        axes.imshow(values, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", aspect="auto")
-        along = range(0, len(lengths), -(-len(lengths) // _MAX_LENGTH_TICKS))
-        tick_width = (figure_width(columns) / columns - 0.7) / len(along)  # inches
-        upright = 90 if tick_width < 0.09 * len(str(lengths[-1])) else 0
-        fontsize = TICK if len(lengths) < 5 else TICK - 1
-        axes.set_xticks(along, [str(lengths[k]) for k in along], fontsize=fontsize, rotation=upright)
-        every = -(-len(depths) // 11)
-        axes.set_yticks(range(0, len(depths), every), [f"{depth:g}" for depth in depths[::every]])
-        for (row, column), value in np.ndenumerate(values):
-            if len(lengths) <= _MAX_NUMBERED_LENGTHS and len(depths) <= 11 and not np.isnan(value):
-                ink = "black" if value > 60 else "white"
-                axes.text(column, row, f"{value:.0f}", color=ink, fontsize=TICK - 1, ha="center", va="center")
+        _draw_needle_map(axes, grid, lengths, depths, scale, width=figure_width(columns) / columns)
         if beyond := [k for k, n in enumerate(lengths) if n > trained[task]]:
-            axes.axvline(beyond[0] - 0.5, color=PALETTE[1], linestyle=(0, (4, 2)), linewidth=1.6, label="_training")
+            _mark_after(axes, beyond[0] - 1)
         set_title(axes, method if len(grids) == 1 else f"{task}\n{method}")
     for axes in all_axes[len(cells) :]:
         axes.set_visible(False)
@@ -186,3 +211,23 @@ def draw_needle_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[s
     figure.supxlabel("length (tokens); dashed: the training length", fontsize=NAME)
     figure.supylabel("depth of what is asked for", fontsize=NAME)
     return figure
+
+
+def _draw_needle_map(
+    axes: Axes, grid: Grid, lengths: Sequence[int], depths: Sequence[float], scale: ScalarMappable, width: float
+) -> None:
+    """Draw one map with its ticks and, if they fit, its numbers; ``width``: inches of the panel with its labels."""
+    values = np.array([[grid.get((n, depth), np.nan) for n in lengths] for depth in depths])
+    axes.imshow(values, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", aspect="auto")
+    ticks = range(0, len(lengths), -(-len(lengths) // _MAX_LENGTH_TICKS))
+    tick_width = (width - 0.7) / len(ticks)  # inches
+    rotation = 90 if tick_width < 0.09 * len(str(lengths[-1])) else 0
+    fontsize = TICK if len(lengths) < 5 else TICK - 1
+    axes.set_xticks(ticks, [str(lengths[k]) for k in ticks], fontsize=fontsize, rotation=rotation)
+    every = -(-len(depths) // _MAX_DEPTH_TICKS)
+    axes.set_yticks(range(0, len(depths), every), [f"{depth:g}" for depth in depths[::every]])
+    if len(lengths) > _MAX_NUMBERED_LENGTHS or len(depths) > _MAX_DEPTH_TICKS:
+        return
+    for (row, column), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            _write_number(axes, row, column, f"{value:.0f}", value / 100)

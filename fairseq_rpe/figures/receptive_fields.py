@@ -141,42 +141,51 @@ def draw_empirical(models: Sequence[AttentionMass], epsilons: Sequence[float]) -
         epsilons: values of ε, drawn as horizontal lines.
     """
     length = models[0].mass.shape[-1]
-    distances = log_spaced_distances(length - 1)
-    keys = [d + 1 for d in distances]
-
-    def left_out(mass: Tensor) -> Curve:
-        return keys, (1 - mass.mean(0).cumsum(-1))[:, distances].clamp_min(0)
-
     if exceeds_line_limit([model.label for model in models]):
-        # a heat map has fewer distances than a curve: about 40 log-spaced ones
-        spaced = [n - 1 for n in sorted({round((length - 1) ** (k / 40)) for k in range(41)})]
-
-        def at_keys(mass: Tensor) -> Curve:
-            return [d + 1 for d in spaced], (1 - mass.mean(0).cumsum(-1))[:, spaced].clamp_min(min(epsilons) / 3)
-
-        scale = LogNorm(min(epsilons) / 3, 1)
-        return _head_maps(models, at_keys, scale, "nearest keys j (tokens)", "attention beyond the nearest j keys")
-    figure, all_axes = _per_head(models, left_out)
+        return _empirical_maps(models, least=min(epsilons) / 3)
+    distances = log_spaced_distances(length - 1)
+    figure, all_axes = _per_head(models, lambda mass: _mass_beyond(mass, distances, 0.0))
     trained = sorted({model.train_length for model in models})
     thin: dict[str, Any] = {"color": "0.7", "linewidth": 0.8, "linestyle": ":", "zorder": 0}
+    placement: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "verticalalignment": "center"}
     for axes in all_axes:
         for epsilon in epsilons:
             axes.axhline(epsilon, **thin)
+            if axes.get_subplotspec().is_last_col():
+                axes.annotate(f"ε = {epsilon:g}", (length, epsilon), **placement, fontsize=TICK - 1, color="0.35")
         for n in trained:
             axes.axvline(n, **thin)
         axes.set_xscale("log", base=4)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set(yscale="log", xlim=(1, length), ylim=(min(epsilons) / 3, 1))
-    placement: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "verticalalignment": "center"}
-    for axes in all_axes:
-        if axes.get_subplotspec().is_last_col():
-            for epsilon in epsilons:
-                axes.annotate(f"ε = {epsilon:g}", (length, epsilon), **placement, fontsize=TICK - 1, color="0.35")
     set_figure_title(figure, f"blocks of {length} tokens; trained at {' or '.join(map(str, trained))} (dotted)")
-    _below(all_axes, "nearest keys j (tokens)")
+    _label_last_row(all_axes, "nearest keys j (tokens)")
     figure.supylabel("attention beyond the nearest j keys", fontsize=NAME)
     return figure
+
+
+def _mass_beyond(mass: Tensor, distances: Sequence[int], least: float) -> Curve:
+    """Return numbers j of nearest keys and the mean attention on all others, at least ``least``.
+
+    Args:
+        mass: (layers, heads, length) attention by distance.
+        distances: j - 1 of each number of keys.
+        least: smaller values are replaced by this.
+    """
+    beyond = 1 - mass.mean(0).cumsum(-1)  # (heads, length): entry d is the mass beyond the d + 1 nearest keys
+    return [d + 1 for d in distances], beyond[:, distances].clamp_min(least)
+
+
+def _empirical_maps(models: Sequence[AttentionMass], least: float) -> Figure:
+    """Draw :func:`draw_empirical` as heat maps, whose colours begin at ``least``."""
+    length = models[0].mass.shape[-1]
+    # a heat map has fewer distances than a curve: about 40 log-spaced ones
+    distances = [n - 1 for n in sorted({round((length - 1) ** (k / 40)) for k in range(41)})]
+    y_label = "attention beyond the nearest j keys"
+    return _head_maps(
+        models, lambda mass: _mass_beyond(mass, distances, least), LogNorm(least, 1), "nearest keys j (tokens)", y_label
+    )
 
 
 def draw_empirical_quantised(models: Sequence[AttentionMass]) -> Figure:
@@ -192,7 +201,7 @@ def draw_empirical_quantised(models: Sequence[AttentionMass]) -> Figure:
     figure, all_axes = _per_head(models, steps)
     for axes in all_axes:
         axes.set(xlim=(1, 0), ylim=(0, 1))
-    _below(all_axes, "ε, the part of the attention left out")
+    _label_last_row(all_axes, "ε, the part of the attention left out")
     figure.supylabel(y_label, fontsize=NAME)
     return figure
 
@@ -230,7 +239,7 @@ def draw_empirical_and_theoretical(models: Sequence[AttentionMass]) -> Figure:
             axes.plot(epsilons, values, **looks[label].plot_options(), linewidth=1.4, markevery=7, label=label)
         axes.set(xlim=(1, 0), ylim=(0, 1))
         set_title(axes, title)
-    _below(all_axes, x_label)
+    _label_last_row(all_axes, x_label)
     figure.supylabel(y_label, fontsize=NAME)
     add_legend_of(figure, all_axes[0], 4)
     return figure
@@ -310,14 +319,15 @@ def draw_truncation_errors(models: Sequence[TruncationErrors]) -> Figure:
     set_length_axis(all_axes[0], [n for n in models[0].keys if n.bit_count() == 1], 5)
     for axes in all_axes[len(chosen) :]:
         axes.set_visible(False)
-    _below(all_axes[: len(chosen)], "nearest keys j (tokens)")
+    _label_last_row(all_axes[: len(chosen)], "nearest keys j (tokens)")
     figure.supylabel("δ(i, j), largest of any head and query", fontsize=NAME)
     set_figure_title(figure, heading, TICK)
     add_legend(figure, handles=[*handles, Line2D([], [], **_BIAS, color="0.3", label="bound")], ncols=4)
     return figure
 
 
-def _below(all_axes: Sequence[Axes], name: str) -> None:
+def _label_last_row(all_axes: Sequence[Axes], name: str) -> None:
+    """Label the x axis of the lowest panels."""
     for axes in all_axes:
         if axes.get_subplotspec().is_last_row():
             axes.set_xlabel(name)

@@ -3,7 +3,9 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -30,6 +32,26 @@ _LONG_LENGTH = 9999  # longer labels of lengths are rotated if the lengths are c
 Curves = Mapping[tuple[str, str], Mapping[str, Band]]  # (set, metric) -> method -> x -> a value for each seed
 
 
+class _Panel(NamedTuple):
+    """A panel of scores.
+
+    Attributes:
+        label: name of the set.
+        metric: name of the metric.
+        curves: method -> x -> a value for each seed.
+        in_words: whether x is the number of words after the answer; otherwise it is the context length in tokens.
+    """
+
+    label: str
+    metric: str
+    curves: Mapping[str, Band]
+    in_words: bool
+
+    def title(self) -> str:
+        """Return the label and the caption of the seeds."""
+        return "\n".join(filter(None, (self.label, seeds_caption(self.curves.values()))))
+
+
 def draw_scores_over_length(curves: Curves, tuned_at: int, back: Curves) -> Figure:
     """Draw scores in per cent against the context length in tokens, a panel for each (set, metric).
 
@@ -41,65 +63,61 @@ def draw_scores_over_length(curves: Curves, tuned_at: int, back: Curves) -> Figu
         back: scores at the longest context by the number of words from the answer to the end of the document, in
             further panels.
     """
-    panel_specs = [
-        *((key, values, False) for key, values in curves.items()),
-        *((key, values, True) for key, values in back.items()),
-    ]
-    columns = panel_columns(len(panel_specs), 2)
-    lines = -(-len(panel_specs) // columns)
+    shown = [_Panel(*key, values, in_words=False) for key, values in curves.items()]
+    shown += [_Panel(*key, values, in_words=True) for key, values in back.items()]
+    columns = panel_columns(len(shown), 2)
+    lines = -(-len(shown) // columns)
     methods = list(dict.fromkeys(method for set_curves in curves.values() for method in set_curves))
     looks = assign_looks(methods)
     longest = max(n for set_curves in curves.values() for points in set_curves.values() for n in points)
     if exceeds_line_limit(methods):
-        return _length_maps(panel_specs, methods, tuned_at, longest, lines, columns)
+        return _length_maps(shown, methods, tuned_at, longest, lines, columns)
     height = max(2.6, 0.6 + 0.19 * len(looks))
     figure, all_axes = panels(lines, columns, (figure_width(columns), 0.4 + height * lines))
-    ends, separator = {}, "; " if columns == 1 else "\n"
-    for ((label, metric), set_curves, in_words), axes in zip(panel_specs, all_axes, strict=False):
-        for method, points in set_curves.items():
+    ends = {}
+    for panel, axes in zip(shown, all_axes, strict=False):
+        for method, points in panel.curves.items():
             draw_band(axes, points, method, looks[method])
-        if in_words:
-            x_label = "words from the answer to the document's end", f"of {longest} tokens"
-        else:
-            x_label = "context length (tokens)", f"dashed: fine-tuned at {tuned_at}"
-            mark_training(axes, tuned_at, named=False)
-            lengths = sorted({n for points in set_curves.values() for n in points})
-            set_length_axis(axes, lengths)
-            if any(2 * a > b > _LONG_LENGTH for a, b in pairwise(lengths)):
-                axes.tick_params(axis="x", labelrotation=45 if columns == 1 else 90)
-        axes.set(xlabel=separator.join(x_label), ylabel=f"{metric} (%)", ylim=(0, None))
-        set_title(axes, "\n".join(filter(None, (label, seeds_caption(set_curves.values())))))
-        last = {method: seed_means(points) for method, points in set_curves.items() if points}
+        _set_score_axes(axes, panel, tuned_at, longest, is_narrow=columns > 1)
+        last = {method: seed_means(points) for method, points in panel.curves.items() if points}
         ends[axes] = [LineEnd(m, max(means), means[max(means)], looks[m].colour) for m, means in last.items()]
-    for axes in all_axes[len(panel_specs) :]:
+    for axes in all_axes[len(shown) :]:
         axes.set_visible(False)
     label_line_ends(figure, ends)
     return figure
 
 
+def _set_score_axes(axes: Axes, panel: _Panel, tuned_at: int, longest: int, is_narrow: bool) -> None:
+    """Set title, labels and ticks of a panel; in a narrow panel they take less width."""
+    if panel.in_words:
+        x_label = "words from the answer to the document's end", f"of {longest} tokens"
+    else:
+        x_label = "context length (tokens)", f"dashed: fine-tuned at {tuned_at}"
+        mark_training(axes, tuned_at, named=False)
+        lengths = sorted({n for points in panel.curves.values() for n in points})
+        set_length_axis(axes, lengths)
+        if any(2 * a > b > _LONG_LENGTH for a, b in pairwise(lengths)):
+            axes.tick_params(axis="x", labelrotation=90 if is_narrow else 45)
+    axes.set(xlabel=("\n" if is_narrow else "; ").join(x_label), ylabel=f"{panel.metric} (%)", ylim=(0, None))
+    set_title(axes, panel.title())
+
+
 def _length_maps(
-    panel_specs: Sequence[tuple[tuple[str, str], Mapping[str, Band], bool]],
-    methods: Sequence[str],
-    tuned_at: int,
-    longest: int,
-    lines: int,
-    columns: int,
+    shown: Sequence[_Panel], methods: Sequence[str], tuned_at: int, longest: int, lines: int, columns: int
 ) -> Figure:
     """Draw a heat map for each panel of :func:`draw_scores_over_length`, all with the same rows."""
     figure, all_axes = map_panels(lines, columns, len(methods))
-    values = [
-        {method: seed_means(set_curves.get(method, {})) for method in methods} for _, set_curves, _ in panel_specs
-    ]
+    values = [{method: seed_means(panel.curves.get(method, {})) for method in methods} for panel in shown]
     seen = [score for rows in values for scores in rows.values() for score in scores.values()]
     norm = Normalize(min(seen), max(seen))
     scale = None
-    for ((label, metric), set_curves, in_words), rows, axes in zip(panel_specs, values, all_axes, strict=False):
-        title_lines = label, f"{metric} (%)", seeds_caption(set_curves.values()).partition(";")[0]
-        title = "\n".join(filter(None, title_lines))
-        scale = draw_map(axes, rows, norm, title, numbers=rows, after=None if in_words else tuned_at)
+    for panel, rows, axes in zip(shown, values, all_axes, strict=False):
+        seeds, _, _ = seeds_caption(panel.curves.values()).partition(";")
+        title = "\n".join(filter(None, (panel.label, f"{panel.metric} (%)", seeds)))
+        scale = draw_map(axes, rows, norm, title, numbers=rows, after=None if panel.in_words else tuned_at)
         words = f"words from the answer to\nthe end of {longest} tokens"
-        axes.set_xlabel(words if in_words else f"context length (tokens)\ndashed: fine-tuned at {tuned_at}")
-    for axes in all_axes[len(panel_specs) :]:
+        axes.set_xlabel(words if panel.in_words else f"context length (tokens)\ndashed: fine-tuned at {tuned_at}")
+    for axes in all_axes[len(shown) :]:
         axes.set_visible(False)
     if scale is not None:
         add_colour_bar(figure, all_axes, scale, "score (%)")
@@ -121,32 +139,39 @@ def draw_scores_by_set(values: Mapping[str, Mapping[str, Sequence[float]]], titl
     if exceeds_line_limit(methods):
         return _set_map(values, names, methods, title)
     looks = assign_looks(methods)
-    figure, (axes,) = panels(1, 1, (figure_width(1 + (len(names) > 3)), 3.4))
+    is_wide = len(names) > 3
+    figure, (axes,) = panels(1, 1, (figure_width(2 if is_wide else 1), 3.4))
+    points: dict[str, dict[str, Any]] = {
+        method: {**looks[method].plot_options(), "linestyle": "none", "markersize": 5} for method in methods
+    }
     for number, method in enumerate(methods):
-        offset, look = 0.8 * ((number + 0.5) / len(methods) - 0.5), looks[method]
+        offset = 0.8 * ((number + 0.5) / len(methods) - 0.5)  # methods are side by side in the column of a set
         for x, name in enumerate(names):
             if seeds := values[name].get(method):
-                axes.plot([x + offset] * 2, [min(seeds), max(seeds)], color=look.colour, linewidth=1.2)
-                mark = {**look.plot_options(), "linestyle": "none", "markersize": 5}
-                axes.plot(x + offset, sum(seeds) / len(seeds), **mark)
-    rotated = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+                axes.plot([x + offset] * 2, [min(seeds), max(seeds)], color=looks[method].colour, linewidth=1.2)
+                axes.plot(x + offset, sum(seeds) / len(seeds), **points[method])
+    _set_set_axis(axes, names)
+    axes.set_ylabel("score (%)")
+    caption = seeds_caption([dict(enumerate(filter(None, scores.values()))) for scores in values.values()])
+    set_title(axes, "\n".join(filter(None, (textwrap.fill(title, 90 if is_wide else 60), caption))))
+    add_legend(figure, handles=[Line2D([], [], **points[method], label=method) for method in methods], ncols=4)
+    return figure
+
+
+def _set_set_axis(axes: Axes, names: Sequence[str]) -> None:
+    """Give each set a column with its name below; the column of the mean is grey."""
+    rotated: dict[str, Any] = {}
     if len(names) > _MAX_SLANTED_NAMES:
         rotated = {"rotation": 90}
-    axes.set_xticks(range(len(names)), names, fontsize=TICK, **(rotated if len(names) > 3 else {}))
+    elif len(names) > 3:
+        rotated = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(names)), names, fontsize=TICK, **rotated)
     for edge in range(len(names) - 1):
         axes.axvline(edge + 0.5, color="0.9", linewidth=0.8, zorder=0)
     if MEAN in names:
         axes.axvspan(names.index(MEAN) - 0.5, names.index(MEAN) + 0.5, color="0.94", zorder=-1)
     axes.grid(visible=False, axis="x")
-    axes.set(ylabel="score (%)", xlim=(-0.5, len(names) - 0.5))
-    caption = seeds_caption([dict(enumerate(filter(None, scores.values()))) for scores in values.values()])
-    set_title(axes, "\n".join(filter(None, (textwrap.fill(title, 90 if len(names) > 3 else 60), caption))))
-    handles = [
-        Line2D([], [], **{**looks[method].plot_options(), "linestyle": "none", "markersize": 5}, label=method)
-        for method in methods
-    ]
-    add_legend(figure, handles=handles, ncols=4)
-    return figure
+    axes.set_xlim(-0.5, len(names) - 0.5)
 
 
 def _set_map(

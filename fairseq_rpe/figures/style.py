@@ -22,44 +22,28 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from matplotlib.transforms import offset_copy
 
+from fairseq_rpe.core.looks import COLOURS, MARKERS, RegisteredLook
+from fairseq_rpe.encodings import registry as encoding_registry
 from fairseq_rpe.figures import WIDTHS
+from fairseq_rpe.positions import registry as transform_registry
 from fairseq_rpe.utils.files import write_via_temporary
 from fairseq_rpe.utils.table import log_spaced
 
-# The colours of Okabe and Ito, distinguishable with any colour vision, without their yellow, which is too pale for a
-# thin line; then three that are darker or greyer than all of these.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A2F8F", "#7F4A12", "#8A8A8A")
-MARKERS = "os^Dv<>P"
+PALETTE = tuple(COLOURS.values())
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-# Encodings of one family share a colour and differ by marker and dashes. Variants of rope, which are compared with each
-# other, and position transforms, which are compared with encodings, are in different families; "-" skips a marker, so
-# that their dashes differ too.
-_FAMILIES = (
-    "sinusoidal sandwich learned floater complex lm_infinite, alibi window streaming_llm forgetting, "
-    "type1 type2 dual_chunk shaw music, inv_n inv_nlnn rerope deberta huang, "
-    "kerple_log kerple_power tisa leaky_rerope dape, rope xpos bipe longrope clex, "
-    "fire t5_bias nope tupe self_extend transformer_xl cope, "
-    "- interpolation interpolate, - - - warping warp, "
-    "randomized pose shape cape random_padding offset"
-)
-_FIXED_LOOKS = {
-    name: (colour, marker)
-    for colour, family in enumerate(_FAMILIES.split(", "))
-    for marker, name in enumerate(family.split())
-    if name != "-"
-}
-_LEGEND_OPTIONS: dict[str, Any] = {
-    "frameon": False,
-    "fontsize": "small",
-    "handlelength": 3.6,
-}  # shows two dashes of each style
+# Looks of methods of recipes that are not registered under these names. Position transforms are compared with
+# encodings, so they have other colours.
+_METHOD_LOOKS = {"interpolation": RegisteredLook("violet", "o"), "warping": RegisteredLook("brown", "D")}
+# a handle of this length shows two dashes of each style
+_LEGEND_OPTIONS: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3.6}
 _MAX_TICKS = 64  # of an axis; more would overlap
-COLUMN, PAGE = 4.8, 7.2  # largest widths in inches at which letters are legible if printed 3.4 and 6.9 inches wide
+COLUMN, PAGE = 4.8, 7.2  # widths in inches; letters are still legible if these are printed 3.4 and 6.9 inches wide
 TITLE, NAME, TICK = 9.0, 9.0, 8.0  # font sizes in points: titles, axis labels, tick labels
 LINE_LABEL = 8.0  # points
 _LINE_SPACING = 1.2  # of labels at line ends, relative to their font size
 _LABEL_DISTANCE = 20.0  # points from the panel to the labels at line ends
 _CHARACTER_WIDTH = 0.55  # mean width of a character / font size
+_FIT_SHARE = 0.95  # of the available space: a text that is longer is broken into lines
 _chosen: ContextVar[float | None] = ContextVar("figure_width", default=None)
 
 
@@ -88,20 +72,29 @@ def assign_looks(specs: Sequence[str]) -> dict[str, Look]:
     ('#009E73', 'D')
     """
     count = len(PALETTE)
+    known = _known_looks()
     # (colour, marker) indices
-    fixed = {spec: look for spec in specs if (look := _FIXED_LOOKS.get(spec)) is not None}
-    taken = {*fixed.values(), *_FIXED_LOOKS.values()}
+    fixed = {spec: known[spec] for spec in specs if spec in known}
+    taken = set(known.values())
     for spec in specs:
         if spec in fixed:
             continue
         name = re.split(r"[:\s]", spec, maxsplit=1)[0]  # without options and suffixes such as "(layer 0)"
-        colour = _FIXED_LOOKS[name][0] if name in _FIXED_LOOKS else zlib.crc32(name.encode()) % count
+        colour = known[name][0] if name in known else zlib.crc32(name.encode()) % count
         candidates = [(c % count, m) for c in range(colour, colour + count) for m in range(len(MARKERS))]
         fixed[spec] = next((look for look in candidates if look not in taken), candidates[0])
         taken.add(fixed[spec])
     # shift markers by the colour, so that families also differ in greyscale
     marks = {spec: MARKERS[(c + m) % len(MARKERS)] for spec, (c, m) in fixed.items()}
     return {spec: Look(PALETTE[c], marks[spec], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
+
+
+def _known_looks() -> dict[str, tuple[int, int]]:
+    """Return the indices of colour and marker, the latter before its shift by the colour, of registered looks."""
+    looks = {**_METHOD_LOOKS, **transform_registry.looks(), **encoding_registry.looks()}
+    colours = list(COLOURS)
+    indices = {name: (colours.index(look.colour), MARKERS.index(look.marker)) for name, look in looks.items()}
+    return {name: (colour, (marker - colour) % len(MARKERS)) for name, (colour, marker) in indices.items()}
 
 
 @contextmanager
@@ -183,30 +176,35 @@ def fit_texts(figure: Figure) -> None:
     if _chosen.get() is None:
         return
     figure.draw_without_rendering()
-    whole = figure.bbox
-    shown = [axes for axes in figure.axes if axes.get_subplotspec() is not None and axes.get_visible()]
-    centres = sorted((box.x0 + box.x1) / 2 for box in (axes.get_window_extent() for axes in shown))
-    bars = [axes.get_window_extent().x0 for axes in figure.axes if axes.get_subplotspec() is None]
-    # next to a colour bar, panels are closer to each other than their cells
-    spacing = min((b - a for a, b in pairwise(centres) if b - a > 1), default=whole.width)
     for axes in figure.axes:
-        cell = axes.get_subplotspec()
         if not axes.get_visible():
             continue
-        box = axes.get_window_extent()
-        middle = (box.x0 + box.x1) / 2
-        across, up = 2 * min(middle, whole.width - middle), whole.height
-        if cell is not None:  # a panel, not a colour bar
-            grid = cell.get_gridspec()
-            across = min(spacing * len(cell.colspan), across, *(2 * (x - middle) for x in bars if x > middle))
-            up *= len(cell.rowspan) / grid.nrows
+        across, up = _available_space(figure, axes)
         for text, upright in ((axes.title, False), (axes.xaxis.label, False), (axes.yaxis.label, True)):
             extent = text.get_window_extent()
             length, available = (extent.height, up) if upright else (extent.width, across)
-            if text.get_text() and length > 0.95 * available:
+            if text.get_text() and length > _FIT_SHARE * available:
                 lines = text.get_text().split("\n")
-                most = max(8, int(max(map(len, lines)) * 0.95 * available / length))
+                most = max(8, int(max(map(len, lines)) * _FIT_SHARE * available / length))
                 text.set_text("\n".join(piece for line in lines for piece in _break_line(line, most)))
+
+
+def _available_space(figure: Figure, axes: Axes) -> tuple[float, float]:
+    """Return the width for titles and the height for upright labels of a drawn panel or colour bar, in pixels."""
+    whole, box = figure.bbox, axes.get_window_extent()
+    middle = (box.x0 + box.x1) / 2
+    # a text is centred on the panel, so the nearer edge of the figure limits its width
+    across, up = 2 * min(middle, whole.width - middle), whole.height
+    cell = axes.get_subplotspec()
+    if cell is None:  # a colour bar
+        return across, up
+    shown = [other for other in figure.axes if other.get_subplotspec() is not None and other.get_visible()]
+    centres = sorted((x.x0 + x.x1) / 2 for x in (other.get_window_extent() for other in shown))
+    # next to a colour bar, panels are closer to each other than their cells
+    spacing = min((b - a for a, b in pairwise(centres) if b - a > 1), default=whole.width)
+    bars = [other.get_window_extent().x0 for other in figure.axes if other.get_subplotspec() is None]
+    across = min(spacing * len(cell.colspan), across, *(2 * (x - middle) for x in bars if x > middle))
+    return across, up * len(cell.rowspan) / cell.get_gridspec().nrows
 
 
 def _break_line(line: str, most: int) -> list[str]:

@@ -58,17 +58,13 @@ def draw_perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trai
     if exceeds_line_limit(curves):
         return _perplexity_map(curves, trained_at, text)
     with_ratios = {label: points for label, points in ratios.items() if points}
-    top = (
-        _top({label: seed_means(points) for label, points in with_ratios.items()})
-        if len(with_ratios) == len(curves)
-        else None
-    )
-    height = max(2.4, 0.5 + 0.19 * len(curves))
-    figure, all_axes = panels(
-        1 if top is None else 2, 1, (figure_width(), 0.5 + height * (1 if top is None else 2)), sharex=True
-    )
-    looks = assign_looks(list(curves))
+    top = None  # of the enlarged panel, which needs the ratios of all curves
+    if len(with_ratios) == len(curves):
+        top = _top_of_lower_curves({label: seed_means(points) for label, points in with_ratios.items()})
     drawn = [curves] if top is None else [curves, with_ratios]
+    height = max(2.4, 0.5 + 0.19 * len(curves))
+    figure, all_axes = panels(len(drawn), 1, (figure_width(), 0.5 + height * len(drawn)), sharex=True)
+    looks = assign_looks(list(curves))
     for axes, panel_curves in zip(all_axes, drawn, strict=True):
         for label, points in panel_curves.items():
             draw_band(axes, points, label, looks[label])
@@ -294,17 +290,20 @@ def seeds_caption(bands: Collection[Band]) -> str:
     return f"mean of {many} seeds; {least_to_largest}: least to largest"
 
 
-def _top(means: Mapping[str, Mapping[int, float]]) -> float | None:
+def _top_of_lower_curves(means: Mapping[str, Mapping[int, float]]) -> float | None:
     """Return the largest value of the lower curves if they would take less than half of the height, otherwise None.
 
-    The lower curves, at least half of all, are those below the widest gap relative to their height.
+    A gap between neighbouring curves, sorted by their largest value, divides them into lower and higher ones. The gap
+    is chosen with the largest ratio of the height above it to the height below it; at least half of the curves are
+    lower.
     """
     least = min((value for points in means.values() for value in points.values()), default=0.0)
     highest = sorted(max(points.values()) for points in means.values())
+    # (largest value below a gap, and above it), with at least half of the curves below
     pairs = [pair for k, pair in enumerate(pairwise(highest), 1) if 2 * k >= len(highest)]
     gaps = [((above - least) / (below - least) if below > least else 0.0, below) for below, above in pairs]
-    widest, below = max(gaps, default=(0.0, 0.0))
-    return below if widest > _ENLARGE_RATIO else None
+    ratio, below = max(gaps, default=(0.0, 0.0))
+    return below if ratio > _ENLARGE_RATIO else None
 
 
 def _enlarge(axes: Axes, ratios: Mapping[str, Band], looks: Mapping[str, Look], top: float) -> None:

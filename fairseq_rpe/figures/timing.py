@@ -7,11 +7,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fairseq_rpe.analysis.speed import BASELINE, Timing
+from fairseq_rpe.core.looks import MARKERS
 from fairseq_rpe.figures.heat_maps import add_colour_bar, colour_norm, draw_map, exceeds_line_limit, map_panels
 from fairseq_rpe.figures.style import (
     COLUMN,
     DASHES,
-    MARKERS,
     NAME,
     PAGE,
     TICK,
@@ -35,6 +35,8 @@ BACKEND_STYLES: tuple[dict[str, Any], ...] = tuple(
 _MAX_COLUMNS = 5  # panels side by side
 _MEAN = (0, (8, 2))  # long dashes, which no encoding has
 Points = Sequence[tuple[int, float]]  # (length in tokens, multiple)
+PanelKey = tuple[str, str]  # title of a panel, and the key of its colour
+Rows = dict[str, dict[PanelKey, dict[str, list[tuple[int, float]]]]]  # row -> panel -> backend -> points
 
 
 def draw_attention_timing(timings: Sequence[Timing], about: str) -> Figure:
@@ -44,17 +46,13 @@ def draw_attention_timing(timings: Sequence[Timing], about: str) -> Figure:
         timings: timings of forward and training steps of attention.
         about: machine and setting, the title of the figure.
     """
-    rows: dict[str, dict[tuple[str, str], dict[str, list[tuple[int, float]]]]] = {}
+    rows: Rows = {}
     encodings = list(dict.fromkeys(t.encoding for t in timings if t.encoding != BASELINE))
     for t in timings:
         if t.encoding != BASELINE:
             lines = rows.setdefault(t.step, {}).setdefault((t.encoding, t.encoding), {})
             lines.setdefault(t.backend, []).append((t.length, t.ratio))
-    return draw_side_by_side(
-        {step: panel for step, panel in rows.items()},
-        {encoding: look.colour for encoding, look in assign_looks(encodings).items()},
-        about,
-    )
+    return draw_side_by_side(rows, {spec: look.colour for spec, look in assign_looks(encodings).items()}, about)
 
 
 def draw_model_timing(timings: Sequence[Timing], about: str) -> Figure:
@@ -91,7 +89,7 @@ def draw_model_timing(timings: Sequence[Timing], about: str) -> Figure:
 
 
 def draw_side_by_side(
-    rows: Mapping[str, Mapping[tuple[str, str], Mapping[str, Points]]], colours: Mapping[str, str], about: str
+    rows: Mapping[str, Mapping[PanelKey, Mapping[str, Points]]], colours: Mapping[str, str], about: str
 ) -> Figure:
     """Draw multiples of the time of attention without a bias over length, with the same logarithmic axes in all panels.
 
@@ -101,25 +99,26 @@ def draw_side_by_side(
         colours: key -> colour.
         about: machine and setting, the title of the figure.
     """
-    titles = list(dict.fromkeys(title for panel in rows.values() for title in panel)) or [("nothing was timed", "")]
+    keys = list(dict.fromkeys(key for panel in rows.values() for key in panel)) or [("nothing was timed", "")]
     backends = list(dict.fromkeys(name for panel in rows.values() for lines in panel.values() for name in lines))
     styles = {name: BACKEND_STYLES[number % len(BACKEND_STYLES)] for number, name in enumerate(backends)}
     curves = [points for panel in rows.values() for lines in panel.values() for points in lines.values()]
     lengths = sorted({n for points in curves for n, _ in points})
-    columns = panel_columns(len(titles), _MAX_COLUMNS, 1.3)
-    lines_per_row = -(-len(titles) // columns)
+    columns = panel_columns(len(keys), _MAX_COLUMNS, 1.3)
+    lines_per_row = -(-len(keys) // columns)
     width = max(COLUMN, min(PAGE, 1.0 + 1.4 * columns))
     size = width, 1.0 + 1.6 * lines_per_row * len(rows)
     figure, all_axes = panels(lines_per_row * len(rows), columns, size, sharex=True, sharey=True)
     for number, (name, panel) in enumerate(rows.items()):
         row_axes = all_axes[number * lines_per_row * columns :][: lines_per_row * columns]
-        for axes, title in zip(row_axes, titles, strict=False):
+        for axes, key in zip(row_axes, keys, strict=False):
+            title, colour_key = key
             axes.axhline(1.0, color="0.5", linewidth=1, zorder=0)
-            for backend, points in panel.get(title, {}).items():
-                axes.plot(*zip(*points, strict=True), color=colours[title[1]], **styles[backend])
-            if not number or lines_per_row > 1:
-                set_title(axes, title[0])
-        for axes in row_axes[len(titles) :]:
+            for backend, points in panel.get(key, {}).items():
+                axes.plot(*zip(*points, strict=True), color=colours[colour_key], **styles[backend])
+            if not number or lines_per_row > 1:  # other rows have the titles of the first row above them
+                set_title(axes, title)
+        for axes in row_axes[len(keys) :]:
             axes.set_visible(False)
         for axes in row_axes[::columns]:
             axes.set_ylabel(name)

@@ -83,13 +83,8 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         _refuse_unsupported(args)
         if args.rpe_module:
             load_module(args.rpe_module)
-        if args.decoder_layers_to_keep:
-            args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
-        if not args.rpe_train_length:
-            args.rpe_train_length = args.tokens_per_sample
         _check_vocabulary(args, task.source_dictionary)
-        if args.max_target_positions not in (None, args.tokens_per_sample):
-            logger.warning("max_target_positions=%s has no effect: any length is accepted", args.max_target_positions)
+        _complete_settings(args)
 
         cfg = TransformerConfig.from_namespace(args)
         cfg.no_token_positional_embeddings = True
@@ -98,31 +93,30 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         transforms = _position_transforms(args, encodings[0], rank)
         embedding, backend = cls._embedding(args, task), str(args.attention_backend)
         decoder = RPEDecoder(cfg, task.target_dictionary, embedding, encodings, transforms, backend, args.compute_dtype)
-        if every := args.rpe_log_encodings_every:
-            from fairseq_rpe.modules.encoding_logger import (
-                EncodingLogger,  # draws with matplotlib: most runs load nothing of it
-            )
-
-            encoding_logger = EncodingLogger(
-                str(args.rpe), every, str(args.rpe_tensorboard), args.rpe_train_length, rank
-            )
-            decoder.register_forward_pre_hook(encoding_logger)
+        if args.rpe_log_encodings_every:
+            _log_encodings(decoder, args, rank)
         return cls(decoder)
 
     @classmethod
     def _embedding(cls, args, task):
         if not args.adaptive_input:
             return cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
-        adaptive_input = (args.adaptive_input_factor, args.adaptive_input_cutoff, args.decoder_input_dim)
+        factor, cutoff, width = args.adaptive_input_factor, args.adaptive_input_cutoff, args.decoder_input_dim
         softmax = (args.adaptive_softmax_factor, args.adaptive_softmax_cutoff, args.decoder_output_dim)
-        if args.tie_adaptive_weights and adaptive_input != softmax:
+        if args.tie_adaptive_weights and (factor, cutoff, width) != softmax:
             raise UserError(
                 "--tie-adaptive-weights needs equal factor, cutoff and dimension for adaptive input and softmax"
             )
-        dictionary, cutoff = task.source_dictionary, options.eval_str_list(args.adaptive_input_cutoff, type=int)
-        width, noise = args.decoder_embed_dim, (args.quant_noise_pq, args.quant_noise_pq_block_size)
+        dictionary = task.source_dictionary
         return AdaptiveInput(
-            len(dictionary), dictionary.pad(), adaptive_input[2], adaptive_input[0], width, cutoff, *noise
+            vocab_size=len(dictionary),
+            padding_idx=dictionary.pad(),
+            initial_dim=width,
+            factor=factor,
+            output_dim=args.decoder_embed_dim,
+            cutoff=options.eval_str_list(cutoff, type=int),
+            q_noise=args.quant_noise_pq,
+            qn_block_size=args.quant_noise_pq_block_size,
         )
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
@@ -137,7 +131,8 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
 
 
 def _refuse_unsupported(args):
-    refusals = {
+    """Raise UserError for features of fairseq that the model lacks, and for values that a flag does not allow."""
+    refusals = {  # setting -> message if it is on
         "character_embeddings": "character embeddings are not supported: drop --character-embeddings",
         "no_token_positional_embeddings": "--no-token-positional-embeddings: use --rpe nope instead",
         "decoder_learned_pos": "--decoder-learned-pos: use --rpe learned instead",
@@ -159,6 +154,25 @@ def _refuse_unsupported(args):
         )
     if args.rpe_log_encodings_every and not args.rpe_tensorboard:
         raise UserError("--rpe-log-encodings-every writes to TensorBoard: give --tensorboard-logdir DIR too")
+
+
+def _complete_settings(args):
+    """Set the number of layers and the training length if they follow from other flags."""
+    if args.decoder_layers_to_keep:
+        args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
+    if not args.rpe_train_length:
+        args.rpe_train_length = args.tokens_per_sample
+    if args.max_target_positions not in (None, args.tokens_per_sample):
+        logger.warning("max_target_positions=%s has no effect: any length is accepted", args.max_target_positions)
+
+
+def _log_encodings(decoder, args, rank):
+    """Log the encodings to TensorBoard during training."""
+    from fairseq_rpe.modules.encoding_logger import EncodingLogger  # imports matplotlib, which most runs do not need
+
+    spec, folder = str(args.rpe), str(args.rpe_tensorboard)
+    encoding_logger = EncodingLogger(spec, args.rpe_log_encodings_every, folder, args.rpe_train_length, rank)
+    decoder.register_forward_pre_hook(encoding_logger)
 
 
 def _check_vocabulary(args, dictionary):
@@ -187,6 +201,7 @@ def _position_transforms(args, encoding, rank):
     return transforms
 
 
+# settings in the order of ModelSize
 ARCHITECTURE_FIELDS = (
     "decoder_layers",
     "decoder_embed_dim",
@@ -197,9 +212,9 @@ ARCHITECTURE_FIELDS = (
 
 
 def _architecture(size, args):
-    """Set the flags that are not given to the values of an architecture."""
+    """Set the flags that the user does not give to the values of an architecture; fairseq calls this."""
     defaults = {name: getattr(TransformerRPELMConfig, name) for name in TransformerRPELMConfig.__annotations__}
-    fairseq_defaults = {
+    overrides = {  # for defaults that refer to other settings, and for flags of fairseq
         "compute_dtype": "fp32",
         "rpe_tensorboard": getattr(args, "tensorboard_logdir", None),
         "rpe_train_length": None,
@@ -207,7 +222,8 @@ def _architecture(size, args):
         "max_target_positions": None,
         "decoder_xformers_att_config": None,
     }
-    for key, value in {**defaults, **fairseq_defaults, **dict(zip(ARCHITECTURE_FIELDS, size, strict=True))}.items():
+    architecture = dict(zip(ARCHITECTURE_FIELDS, size, strict=True))
+    for key, value in {**defaults, **overrides, **architecture}.items():
         setattr(args, key, getattr(args, key, value))
     base_lm_architecture(args)
 

@@ -11,7 +11,7 @@ from fairseq_rpe.attention import AttentionPlan
 from fairseq_rpe.attention.forward import compute_token_features, rotate_keys, run_attention
 from fairseq_rpe.attention.kv_cache import append_tokens
 
-# names in the incremental state; the last one only for encodings with token features
+# names of cached keys, values and token features in the incremental state; the last only for encodings with features
 CACHE_KEYS = ("prev_key", "prev_value", "prev_notes")
 
 
@@ -56,17 +56,16 @@ class RPEAttention(MultiheadAttention):
         if any(option is not None and option is not False for option in (need_weights, *others.values())):
             raise NotImplementedError("RPEAttention returns no weights or scores and takes padding from its plan")
         plan, (n, batch, width) = attn_mask, query.shape
-        q, k, v = (
+        q, k, v = (  # (B, H, n, D) each
             project(query).view(n, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         features = compute_token_features(query.transpose(0, 1), plan)
         if incremental_state is not None:
-            k, v, features = self._append_to_cache(
-                incremental_state, rotate_keys(k, plan) if plan.keys_rotated else k, v, features
-            )
+            new_keys = rotate_keys(k, plan) if plan.keys_rotated else k
+            k, v, features = self._append_to_cache(incremental_state, new_keys, v, features)
         dropout = self.dropout_module.p if self.training or self.dropout_module.apply_during_inference else 0.0
-        out = run_attention(q, k, v, plan, dropout, features)
+        out = run_attention(q, k, v, plan, dropout, features)  # (B, H, n, D)
         return self.out_proj(out.permute(2, 0, 1, 3).reshape(n, batch, width)), None
 
     def _append_to_cache(
@@ -74,14 +73,14 @@ class RPEAttention(MultiheadAttention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append keys, values and token features to the cache; return all that it holds now."""
         cache = self._get_input_buffer(state)
-        new = {name: x for name, x in zip(CACHE_KEYS, (k, v, features), strict=True) if x is not None}
+        tensors = {name: x for name, x in zip(CACHE_KEYS, (k, v, features), strict=True) if x is not None}
         if "prev_key" in cache:
-            buffers = self.get_incremental_state(state, "buffers") or {}
-            appended = {name: append_tokens(buffers.get(name), cache[name], x) for name, x in new.items()}
-            new = {name: rows for name, (rows, _) in appended.items()}
-            self.set_incremental_state(state, "buffers", {name: buffer for name, (_, buffer) in appended.items()})
-        self._set_input_buffer(state, new)
-        return new["prev_key"], new["prev_value"], new.get("prev_notes")
+            buffers = dict(self.get_incremental_state(state, "buffers") or {})
+            for name, x in tensors.items():
+                tensors[name], buffers[name] = append_tokens(buffers.get(name), cache[name], x)
+            self.set_incremental_state(state, "buffers", buffers)
+        self._set_input_buffer(state, tensors)
+        return tensors["prev_key"], tensors["prev_value"], tensors.get("prev_notes")
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> dict[str, Any]:
         """Select cached rows for beam search, in buffers with space for more tokens.
@@ -97,15 +96,16 @@ class RPEAttention(MultiheadAttention):
         buffers = self.get_incremental_state(incremental_state, "buffers") or {}
         names = [name for name in CACHE_KEYS if name in cache]
         if not all(buffers.get(name) is not None and buffers[name].can_append(cache[name], 0) for name in names):
+            # there are no buffers yet, as after the prefill, or the cached tensors are not views of them
             return super().reorder_incremental_state(incremental_state, new_order)
         identity = torch.arange(len(cache["prev_key"]))
-        if new_order.device.type == "cpu" and torch.equal(new_order, identity):
+        if new_order.device.type == "cpu" and torch.equal(new_order, identity):  # a GPU would have to wait
             return incremental_state
-        selected = {name: buffers[name].select_rows(new_order) for name in names}
-        self.set_incremental_state(
-            incremental_state, "buffers", {name: buffer for name, (_, buffer) in selected.items()}
-        )
-        return self._set_input_buffer(incremental_state, {name: rows for name, (rows, _) in selected.items()})
+        selected, selected_buffers = {}, {}
+        for name in names:
+            selected[name], selected_buffers[name] = buffers[name].select_rows(new_order)
+        self.set_incremental_state(incremental_state, "buffers", selected_buffers)
+        return self._set_input_buffer(incremental_state, selected)
 
 
 class RPEDecoderLayer(TransformerDecoderLayerBase):

@@ -1,12 +1,13 @@
 """Cross-entropy of a linear layer, computed from tiles of the logits, so that (tokens, V) is never stored.
 
 The loss of a target y with features x and output weights W (V, C) is log Σ_v exp(W_v·x) - W_y·x in nats, in float32.
-The sum over v is an online softmax over tiles of the vocabulary: sum and running maximum. Training in float32 uses
-torch's ``linear_cross_entropy`` where it exists (from 2.13 on); that one does not accumulate the gradient of bfloat16
-weights in float32, so other dtypes use the implementation here.
+The sum over v is an online softmax over tiles of the vocabulary, with a running sum and a running maximum. Training in
+float32 uses torch's ``linear_cross_entropy`` where it exists (from 2.13 on). Other dtypes use the implementation here,
+because torch's does not accumulate the gradient of bfloat16 weights in float32.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,22 @@ CHUNK = 256  # tokens per chunk of logits (CHUNK, V) in training
 TILES = {"cpu": (128, 1024), "cuda": (2048, 16384)}
 
 
-def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses (n, 1), exp(logit - maximum) of the last tile, and its sum (n, 1) over all tiles."""
+class _TileLosses(NamedTuple):
+    """Losses of n tokens and the terms of their softmax.
+
+    Attributes:
+        losses: (n, 1) in nats.
+        powers: (n, columns) exp(logit - maximum) of the last tile; with a single tile, those of all logits.
+        total: (n, 1) sum of the powers of all tiles.
+    """
+
+    losses: Tensor
+    powers: Tensor
+    total: Tensor
+
+
+def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> _TileLosses:
+    """Compute the losses of n tokens by an online softmax over tiles of ``columns`` vocabulary entries."""
     top = torch.full((len(x), 1), -torch.inf, device=x.device)
     total, target_logit = torch.zeros_like(top), torch.zeros_like(top)
     for start in range(0, len(weight), columns):
@@ -29,13 +44,14 @@ def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> tup
         index = target[:, None] - start
         inside = (index >= 0) & (index < logits.shape[1])
         target_logit = torch.where(inside, logits.gather(1, index.clamp(0, logits.shape[1] - 1)), target_logit)
+        # sums of earlier tiles are relative to their maximum `top`, so they are rescaled to the new maximum
         highest = torch.maximum(top, logits.amax(-1, keepdim=True))
         logits.sub_(highest)
         # exp2 is faster; the rounding of log2(e) does not matter in bfloat16 but adds 5e-8 bits in float32
         powers = logits.exp_() if x.dtype == torch.float32 else logits.mul_(LOG2E).exp2_()
         total = total * (top - highest).exp() + powers.sum(-1, keepdim=True)
-        top = highest
-    return top - target_logit + total.log(), powers, total
+        top = highest  # (n, 1) maximum of the logits of all tiles so far
+    return _TileLosses(top - target_logit + total.log(), powers, total)
 
 
 @torch.no_grad()
@@ -54,7 +70,7 @@ def target_losses(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     if x.device.type == "cpu":
         rows *= torch.get_num_threads()
     batches = zip(x.split(rows), target.split(rows), strict=True)
-    return torch.cat([_tile_losses(xb, weight, tb, columns)[0][:, 0] for xb, tb in batches])
+    return torch.cat([_tile_losses(xb, weight, tb, columns).losses[:, 0] for xb, tb in batches])
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduce: bool = True) -> Tensor:
@@ -99,11 +115,12 @@ class _LossSum(torch.autograd.Function):
         low_x, low_weight = x.to(dtype), weight.to(dtype)
         for start in range(0, x.shape[0], CHUNK):
             chunk = slice(start, start + CHUNK)
-            keep = (target[chunk] != ignore_index)[:, None]
-            losses, powers, total = _tile_losses(low_x[chunk], low_weight, target[chunk], len(weight))
+            keep = (target[chunk] != ignore_index)[:, None]  # (chunk, 1)
+            losses, powers, total = _tile_losses(low_x[chunk], low_weight, target[chunk], len(weight))  # a single tile
             loss += (losses * keep).sum()
+            # gradient of the loss with respect to the logits: softmax(logits), less 1 at the target
             label = target[chunk, None].where(keep, 0)
-            dlogits = powers.div_(total)
+            dlogits = powers.div_(total)  # (chunk, V)
             dlogits.scatter_add_(1, label, -torch.ones_like(total))
             dlogits = dlogits.mul_(keep).to(dtype)
             dx[chunk] = dlogits @ low_weight
@@ -120,8 +137,11 @@ class _LossSum(torch.autograd.Function):
         dx, dweight, x, weight, target = ctx.saved_tensors
         formula = _formula(target, *ctx.settings)
         needs = ctx.needs_input_grad[:2]
-        grads = differentiable_gradients(lambda: (dx.mul_(grad), dweight.mul_(grad)), formula, grad, (x, weight), needs)
-        return *grads, None, None, None
+
+        def first_gradients() -> tuple[Tensor, Tensor]:
+            return dx.mul_(grad), dweight.mul_(grad)
+
+        return *differentiable_gradients(first_gradients, formula, grad, (x, weight), needs), None, None, None
 
 
 class _TwiceDifferentiable(torch.autograd.Function):
@@ -140,14 +160,14 @@ class _TwiceDifferentiable(torch.autograd.Function):
         x, weight, target = ctx.saved_tensors
         formula, needs = _formula(target, ctx.ignore_index, torch.float32), ctx.needs_input_grad[1:3]
 
-        def compute() -> tuple[Tensor | None, ...]:
+        def first_gradients() -> tuple[Tensor | None, ...]:
             leaves = [a.detach().requires_grad_(need) for a, need in zip((x, weight), needs, strict=True)]
             with torch.enable_grad():
                 loss = formula(*leaves)
             grads = iter(torch.autograd.grad(loss, [a for a in leaves if a.requires_grad], grad))
             return tuple(next(grads) if need else None for need in needs)
 
-        return None, *differentiable_gradients(compute, formula, grad, (x, weight), needs), None, None
+        return None, *differentiable_gradients(first_gradients, formula, grad, (x, weight), needs), None, None
 
 
 def _formula(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

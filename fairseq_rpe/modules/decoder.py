@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from fairseq.models.transformer import TransformerDecoderBase
+from fairseq.data import Dictionary
+from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,7 +37,7 @@ class RPEDecoder(TransformerDecoderBase):
     Args:
         cfg: fairseq's TransformerConfig.
         dictionary: dictionary of the tokens.
-        embed_tokens: embedding of the tokens.
+        embed_tokens: embedding of the tokens, fairseq's ``Embedding`` or ``AdaptiveInput``.
         encodings: one encoding for all layers, or one per layer.
         position_transforms: transforms of positions in training and evaluation.
         backend: name of the attention backend.
@@ -45,15 +46,16 @@ class RPEDecoder(TransformerDecoderBase):
 
     def __init__(
         self,
-        cfg,
-        dictionary,
-        embed_tokens,
+        cfg: TransformerConfig,
+        dictionary: Dictionary,
+        embed_tokens: nn.Module,
         encodings: list[Encoding],
         position_transforms: PositionTransforms,
         backend: str,
         compute: str,
     ) -> None:
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=True)
+        # children() yields every layer; iterating over self.layers leaves layers out at random with --decoder-layerdrop
         for index, layer in enumerate(self.layers.children()):
             layer.index = index
         self.checkpointed = bool(cfg.checkpoint_activations)
@@ -68,7 +70,8 @@ class RPEDecoder(TransformerDecoderBase):
     def prune_attention(self, eps: float) -> None:
         """Skip far keys that provably hold at most ``eps`` of each query's attention, from now on.
 
-        For evaluation, on a CPU or with the backend triton; ``attention/prune.py`` derives the bound of the error.
+        Only evaluation prunes: on a CPU with the backend sdpa, on a GPU with the backend triton, or with auto, which
+        chooses the right one. ``attention/prune.py`` derives the bound of the error.
 
         Args:
             eps: fraction of the attention that may be skipped, between 0 and 1.
@@ -80,6 +83,7 @@ class RPEDecoder(TransformerDecoderBase):
         if not self.attend.supports_pruning:
             raise UserError("attention prunes on the backends sdpa and triton: choose --attention-backend sdpa")
         for encoding in self.encodings:
+            # Any two tokens show the type of the bias. Encodings that need token ids cannot be asked without a text.
             if encoding.needs_token_ids or not isinstance(encoding.position_bias(Positions.arange(2)), ToeplitzBias):
                 raise UserError("this encoding adds no bias of the distance alone: its attention cannot be pruned")
         self.eps = eps
@@ -89,11 +93,14 @@ class RPEDecoder(TransformerDecoderBase):
         return RPEDecoderLayer(cfg, no_encoder_attn)
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Tell the position transforms the number of updates so far; fairseq calls this."""
+        """Pass the number of updates so far to the position transforms; fairseq calls this."""
         self.position_transforms.set_num_updates(num_updates)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context in which matrix products have the compute dtype; evaluation computes logits outside of it.
+        """Return a context in which matrix products have the compute dtype (``--compute-dtype``).
+
+        The decoder computes features in this context. In training the criterion also computes the logits in it;
+        evaluation computes the logits in float32.
 
         Raises:
             UserError: the parameters are in half precision.
@@ -109,7 +116,11 @@ class RPEDecoder(TransformerDecoderBase):
         return 2**31 - 1
 
     def layer_encoding(self, layer: int) -> Encoding:
-        """Return the encoding of a layer, counted from 0 in the full stack."""
+        """Return the encoding of a layer.
+
+        Args:
+            layer: index among all layers, from 0; layers that LayerDrop leaves out are counted too.
+        """
         return self.encodings[layer if len(self.encodings) > 1 else 0]
 
     def forward(
@@ -190,7 +201,7 @@ class RPEDecoder(TransformerDecoderBase):
         """Check that documents in one row can be read as if each were alone.
 
         Raises:
-            UserError: a position transform is active, or an encoding reads more of a row than positions.
+            UserError: a position transform is active, or an encoding depends on the length or the tokens of the row.
         """
         if self.position_transforms.active(self.training) is not None:
             raise UserError("position transforms move whole rows, not separate documents: use --blocks document")
@@ -200,55 +211,26 @@ class RPEDecoder(TransformerDecoderBase):
     def _features(
         self, prev_output_tokens: Tensor, incremental_state: Cache, documents: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
+        """Compute the result of :meth:`extract_features`: embedding, layers, layer norm and projection."""
         tokens = prev_output_tokens[:, self._cached_tokens(incremental_state) :]  # (B, n)
-        # float32 or wider, so that float64 models have float64 positions; adaptive inputs have several tables
-        dtype = torch.promote_types(next(self.embed_tokens.parameters()).dtype, torch.float32)
-        is_padding, last_query = prev_output_tokens.eq(self.padding_idx), None
+        has_cache = incremental_state is not None
+        padding = last_query = None  # what attention must mask besides future keys: padding, or other documents
         if documents is None:
-            positions, padding = positions_from_padding(is_padding, tokens.shape[1], self.length_dependent, dtype)
+            positions, padding = self._token_positions(prev_output_tokens, tokens.shape[1], has_cache)
+        elif has_cache:
+            raise UserError("a text that is decoded with a cache is one document: leave documents out")
         else:
-            if incremental_state is not None:
-                raise UserError("a text that is decoded with a cache is one document: leave documents out")
-            self.check_separate_documents()
-            positions, last_query = positions_from_documents(documents.masked_fill(is_padding, -1), dtype)
-            padding = None
-        transform = self.position_transforms.active(self.training)
-        if transform is not None:
-            lengths = prev_output_tokens.ne(self.padding_idx).sum(1).cpu()
-            seeded_by_tokens = transform.random and not self.training
-            rows = [ids[ids.ne(self.padding_idx)] for ids in prev_output_tokens.cpu()] if seeded_by_tokens else []
-            positions = self.position_transforms(positions, lengths, self.training, incremental_state is not None, rows)
-
-        if self.needs_token_ids:
+            positions, last_query = self._document_positions(prev_output_tokens, documents)
+        if self.needs_token_ids:  # the id of padding is -1, see Positions.tokens
             ids = prev_output_tokens.masked_fill(prev_output_tokens.eq(self.padding_idx), -1)
             positions = replace(positions, tokens=ids)
-
-        x = self.embed_scale * self.embed_tokens(tokens.contiguous())  # (B, n, C)
-        for module in (self.quant_noise, self.project_in_dim):
-            x = x if module is None else module(x)
-        x = self.encodings[0].embed(x, positions)
-        if self.layernorm_embedding is not None:
-            x = self.layernorm_embedding(x)
-        x = self.dropout_module(x).transpose(0, 1)  # (n, B, C)
-
+        x = self._embed(tokens, positions).transpose(0, 1)  # (n, B, C)
         states = [x]
-        plans: dict[int, AttentionPlan] = {}
-        bias_cache = self._bias_cache(incremental_state)
-        fixed_positions = self.position_transforms.length_invariant(self.training)
-        can_rotate_keys = bias_cache is not None and fixed_positions and not isinstance(incremental_state, MovableCache)
+        plans: dict[int, AttentionPlan] = {}  # by id of the encoding: layers that share an encoding share its plan
         for layer in self.layers:
             encoding = self.layer_encoding(layer.index)
             if id(encoding) not in plans:
-                plans[id(encoding)] = build_plan(
-                    encoding,
-                    positions,
-                    padding,
-                    self.attend,
-                    self.eps,
-                    keys_rotated=can_rotate_keys and encoding.rotates and encoding.fixed_rotation,
-                    bias_cache=bias_cache,
-                    last_query=last_query,
-                )
+                plans[id(encoding)] = self._build_plan(encoding, positions, padding, last_query, incremental_state)
             x = self._run_layer(layer, x, incremental_state, plans[id(encoding)])
             states.append(x)
         if self.layer_norm is not None:
@@ -259,6 +241,88 @@ class RPEDecoder(TransformerDecoderBase):
         if self.compute is not None:
             x = x.float()
         return x, {"attn": [None], "inner_states": states}
+
+    def _position_dtype(self) -> torch.dtype:
+        """Return the dtype of positions: float32, or float64 for a model with float64 parameters."""
+        first = next(self.embed_tokens.parameters())  # one of several tables if it is an AdaptiveInput
+        return torch.promote_types(first.dtype, torch.float32)
+
+    def _token_positions(self, prev_output_tokens: Tensor, n: int, has_cache: bool) -> tuple[Positions, Tensor | None]:
+        """Return the positions of rows that are one text each, after the position transform.
+
+        Args:
+            prev_output_tokens: (B, m) token ids.
+            n: number of queries, which are the last tokens.
+            has_cache: whether a KV cache is in use.
+
+        Returns:
+            The positions, and the padding (B, m) that attention must mask, or None.
+        """
+        is_padding = prev_output_tokens.eq(self.padding_idx)
+        positions, padding = positions_from_padding(is_padding, n, self.length_dependent, self._position_dtype())
+        transform = self.position_transforms.active(self.training)
+        if transform is None:
+            return positions, padding
+        lengths = (~is_padding).sum(1).cpu()
+        rows = []
+        if transform.random and not self.training:  # random positions in evaluation are seeded by the tokens of a row
+            rows = [ids[ids.ne(self.padding_idx)] for ids in prev_output_tokens.cpu()]
+        return self.position_transforms(positions, lengths, self.training, has_cache, rows), padding
+
+    def _document_positions(self, tokens: Tensor, documents: Tensor) -> tuple[Positions, Tensor]:
+        """Return the positions of rows of several documents.
+
+        Args:
+            tokens: (B, n) token ids.
+            documents: (B, n) document numbers as in :meth:`forward`.
+
+        Returns:
+            Positions that count the tokens of each document from 0, and ``last_query`` (B, n), the index of the last
+            token that may see each token: the last one of its document.
+        """
+        self.check_separate_documents()
+        # -1 is the number of no document, so padding is a document of its own that no real token sees
+        document_numbers = documents.masked_fill(tokens.eq(self.padding_idx), -1)
+        return positions_from_documents(document_numbers, self._position_dtype())
+
+    def _embed(self, tokens: Tensor, positions: Positions) -> Tensor:
+        """Return the input (B, n, C) of the first layer."""
+        x = self.embed_scale * self.embed_tokens(tokens.contiguous())  # (B, n, C)
+        for module in (self.quant_noise, self.project_in_dim):
+            x = x if module is None else module(x)
+        x = self.encodings[0].embed(x, positions)  # acts once, at the input of the first layer
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        return self.dropout_module(x)
+
+    def _build_plan(
+        self,
+        encoding: Encoding,
+        positions: Positions,
+        padding: Tensor | None,
+        last_query: Tensor | None,
+        incremental_state: Cache,
+    ) -> AttentionPlan:
+        """Return the attention plan of an encoding.
+
+        A KV cache holds rotated keys if their rotation never changes: each token keeps its position, and the encoding
+        rotates a key by its own position alone. Otherwise the cache holds keys before their rotation.
+        """
+        # The position transform moves cached tokens if it depends on the length of the text; the user of a MovableCache
+        # drops its oldest tokens, so that the positions of all others change.
+        is_movable = isinstance(incremental_state, MovableCache)
+        keeps_positions = self.position_transforms.length_invariant(self.training) and not is_movable
+        has_cache = incremental_state is not None
+        return build_plan(
+            encoding,
+            positions,
+            padding,
+            self.attend,
+            self.eps,
+            keys_rotated=has_cache and keeps_positions and encoding.rotates and encoding.fixed_rotation,
+            bias_cache=self._bias_cache(incremental_state),
+            last_query=last_query,
+        )
 
     def _cached_tokens(self, incremental_state: Cache) -> int:
         """Return the number of tokens in the KV cache."""
@@ -276,7 +340,10 @@ class RPEDecoder(TransformerDecoderBase):
         return bias_cache
 
     def _run_layer(self, layer: nn.Module, x: Tensor, incremental_state: Cache, plan: AttentionPlan) -> Tensor:
+        """Return the output (n, B, C) of a layer for its input x (n, B, C); activations may be checkpointed."""
         if self.checkpointed and self.training and torch.is_grad_enabled():
-            # not reentrant as in fairseq: layers share the bias' graph, which that would free too early
+            # fairseq's checkpoints are reentrant. That variant frees the graph of the bias after the backward pass of
+            # one layer, but several layers share the bias.
             layer = partial(checkpoint, layer, use_reentrant=False)
+        # fairseq's layer passes self_attn_mask on to RPEAttention without reading it
         return layer(x, None, None, incremental_state, self_attn_mask=plan)[0]

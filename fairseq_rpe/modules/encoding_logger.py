@@ -21,9 +21,9 @@ _DPI = 115  # two figures of four heads side by side fit into a window of 1920 p
 class EncodingLogger:
     """Forward pre-hook of a decoder that logs figures, learned scalars and histograms of its encodings.
 
-    The values at step k are those after k updates. A loaded checkpoint logs nothing, because it runs no forward pass in
-    training mode. Validation during a training logs the update that was just made, which covers the last update.
-    Only the first data-parallel rank writes.
+    The values at step k are those after k updates. They are logged at the first forward pass of the next update, or in
+    a validation before it, so the last update is logged too. A loaded checkpoint logs nothing, because it runs no
+    forward pass in training mode. Only the first data-parallel rank writes.
 
     Args:
         spec: the encoding, for titles and messages.
@@ -31,6 +31,11 @@ class EncodingLogger:
         folder: fairseq's --tensorboard-logdir; events and JSON lines of bias profiles go into its folder ``encodings``.
         length: tokens shown in figures, the training length.
         rank: data-parallel rank of this process.
+
+    Attributes:
+        last_update: number of updates before the last forward pass in training mode; -1 before the first one.
+        last_logged: step of the last log, or -1.
+        before: copies of the parameters before an update after which a log is due; None otherwise.
     """
 
     def __init__(self, spec: str, every: int, folder: str, length: int, rank: int) -> None:
@@ -49,31 +54,38 @@ class EncodingLogger:
         """Log if the update is due.
 
         Raises:
-            UserError: the encoding has no bias. Checked here, because a checkpoint may be evaluated with another one.
+            UserError: the encoding has no bias. The constructor does not check this, because a checkpoint may be
+                evaluated with another encoding.
         """
         update = decoder.position_transforms.update
-        if not decoder.training:
-            if update == self.last_update and self.before is not None and self._has_changed(decoder.encodings):
-                self.before = None
-                self._log(decoder.encodings, update + 1)
-            return
-        if update == self.last_update:
-            return
+        if decoder.training:
+            if update != self.last_update:  # the first batch of this update
+                self._start_update(decoder, update)
+        elif update == self.last_update and self.before is not None and self._has_changed(decoder.encodings):
+            # a validation after the update that was due
+            self.before = None
+            self._log(decoder.encodings, update + 1)
+
+    def _start_update(self, decoder: Any, update: int) -> None:
+        """Log the encodings as they are before an update, and copy their parameters if they are due after it."""
         if self.last_update < 0:
-            if not decoder.encodings[0].adds_bias:
-                raise UserError(
-                    f"--rpe-log-encodings-every: '{self.spec}' has no bias to show: drop the flag, or name one with "
-                    "a bias"
-                )
-            if self.rank == 0:
-                # events that an interrupted run wrote after this update are written again
-                self.writer = SummaryWriter(self.folder, purge_step=update)
-                self.history = BiasHistory(self.folder, update, self.length)
+            self._open(decoder, update)
         self.last_update = update
         if self.rank == 0:
             self._log(decoder.encodings, update)
             due = (update + 1) % self.every == 0
             self.before = [p.detach().clone() for p in decoder.encodings.parameters()] if due else None
+
+    def _open(self, decoder: Any, update: int) -> None:
+        """Check that there is a bias to show, and open the files on the first rank."""
+        if not decoder.encodings[0].adds_bias:
+            raise UserError(
+                f"--rpe-log-encodings-every: '{self.spec}' has no bias to show: drop the flag, or name one with a bias"
+            )
+        if self.rank == 0:
+            # events that an interrupted run wrote after this update are written again
+            self.writer = SummaryWriter(self.folder, purge_step=update)
+            self.history = BiasHistory(self.folder, update, self.length)
 
     def _has_changed(self, encodings: nn.ModuleList) -> bool:
         """Return whether the parameters changed; fairseq skips an update if 16-bit gradients overflow."""
@@ -85,7 +97,7 @@ class EncodingLogger:
         if step % self.every or step == self.last_logged:
             return
         self.last_logged = step
-        profiles = {}
+        profiles = {}  # bias profile (H, length) of each encoding
         for index, encoding in enumerate(encodings):
             tag = f"layer{index}" if len(encodings) > 1 else "model"
             device = next((p.device for p in encoding.parameters()), torch.device("cpu"))

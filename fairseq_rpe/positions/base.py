@@ -4,16 +4,21 @@ A transform is independent of encodings and attention backends. It is called onc
 the same positions. Random transforms draw only from the CPU generator that is passed to them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fairseq_rpe.core.arguments import check_count, describe_value
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from fairseq_rpe.core import lazy_torch as torch
 
 MAX_EXACT_POSITION = 1 << 24  # float32 represents all integers up to here
 
@@ -50,7 +55,7 @@ class Transform:
         length_invariant: whether a token keeps its position when its row gets longer. False, the default, is always
             correct.
         evaluation: spec of the transform for evaluation of a model trained with this one, unless the user names one.
-        max_length: length in tokens of the longest row that has positions, set by ``setup``; None for no limit.
+        max_length: length in tokens of the longest row that has positions, or None: the result of ``position_limit``.
     """
 
     @dataclass(frozen=True)
@@ -67,10 +72,32 @@ class Transform:
 
     def __init__(self, config: Any, train_length: int | None = None) -> None:
         self.config, self.train_length = config, train_length
+        self.max_length = self.position_limit(config, train_length)
         self.setup()
 
     def setup(self) -> None:
         """Check the options. ``config`` and ``train_length`` are set before this is called."""
+
+    @classmethod
+    def position_limit(cls, config: Any, train_length: int | None) -> int | None:
+        """Return the length in tokens of the longest row that has positions, or None for no limit.
+
+        Args:
+            config: an instance of ``Config``.
+            train_length: training length in tokens, or None if unknown.
+        """
+        return None
+
+    @classmethod
+    def spec_for_length(cls, config: Any, train_length: int, length: int) -> str | None:
+        """Return the spec with which all rows of a test have the same spacing, or None for the transform itself.
+
+        Args:
+            config: an instance of ``Config``.
+            train_length: training length, in items or tokens.
+            length: length of the longest row of the test, in the same unit.
+        """
+        return None
 
     def __call__(
         self, index: Tensor, lengths: Tensor, generator: torch.Generator | None = None
@@ -98,9 +125,9 @@ class Transform:
 
 def _check(index: Any, lengths: Any, generator: Any) -> None:
     """Check the arguments of ``Transform.__call__``."""
-    if not isinstance(index, Tensor) or index.dim() != 2 or index.dtype not in (torch.float32, torch.float64):
+    if not isinstance(index, torch.Tensor) or index.dim() != 2 or index.dtype not in (torch.float32, torch.float64):
         raise UserError(f"index must be a float32 or float64 tensor (batch or 1, tokens), not {_kind(index)}")
-    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype != torch.int64 or not len(lengths):
+    if not isinstance(lengths, torch.Tensor) or lengths.dim() != 1 or lengths.dtype != torch.int64 or not len(lengths):
         raise UserError(f"lengths must be an int64 tensor (batch,), not {_kind(lengths)}")
     if len(index) not in (1, len(lengths)):
         raise UserError(f"index has {len(index)} rows and lengths has {len(lengths)}: pass those of the same rows")
@@ -117,7 +144,7 @@ def _check_generator(generator: Any) -> None:
 
 def _kind(x: Any) -> str:
     """Describe a value for a message."""
-    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else describe_value(x)
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else describe_value(x)
 
 
 registry: Registry[type[Transform]] = Registry("position transform", "fairseq_rpe.positions")
@@ -150,7 +177,7 @@ class FrozenPositions(Transform):
             table.expand(rows, -1).gather(1, at.expand(rows, -1)), self.positions.step, self.positions.contiguous
         )
 
-    def select_rows(self, order: Tensor) -> "FrozenPositions":
+    def select_rows(self, order: Tensor) -> FrozenPositions:
         """Return the positions of the rows ``order`` (B',) int64."""
         if len(self.positions.k) == 1:
             return self
@@ -197,17 +224,16 @@ def freeze_rows(transform: Transform, lengths: Sequence[int], generators: Sequen
         raise UserError(f"{len(lengths)} lengths and {len(generators)} generators: pass one of each for every row")
     for length in lengths:
         check_count("length", length, 0)
-    longest = max(range(len(lengths)), key=lengths.__getitem__)  # index of the longest row
-    # its positions are computed first, so that a refusal names its length
-    longest_row = _positions_of_full_row(transform, lengths[longest], generators[longest])
-    inputs = zip(lengths, generators, strict=True)
-    rows = [longest_row if i == longest else _positions_of_full_row(transform, *args) for i, args in enumerate(inputs)]
-    table = torch.zeros(len(rows), max(lengths), dtype=torch.float64)  # 0 after the end of a shorter row
-    for table_row, row in zip(table, rows, strict=True):
-        table_row[: row.k.shape[1]] = row.k[0]
-    steps = {row.step for row in rows}
+    table = torch.zeros(len(lengths), max(lengths), dtype=torch.float64)  # 0 after the end of a shorter row
+    steps, contiguous = set[float | None](), True
+    # the longest row first, so that a refusal names its length
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
+        row = _positions_of_full_row(transform, lengths[index], generators[index])
+        table[index, : lengths[index]] = row.k[0]
+        steps.add(row.step)
+        contiguous = contiguous and row.contiguous
     step = steps.pop() if len(steps) == 1 else None
-    contiguous = step is not None and all(row.contiguous for row in rows)
+    contiguous = contiguous and step is not None
     return FrozenPositions(TransformedPositions(table, step, contiguous), transform.fractional)
 
 

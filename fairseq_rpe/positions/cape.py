@@ -1,16 +1,22 @@
 """CAPE: positions augmented by random shifts and scaling in training."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.positions.base import Transform, TransformedPositions, clamp_to_row, register
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from fairseq_rpe.core import lazy_torch as torch
 
-@register("cape")
+
+@register("cape", colour="grey", marker="v")
 class Cape(Transform):
     """Random shift, jitter and scaling of positions in training (Likhomanenko et al. 2021, arXiv 2106.03143).
 

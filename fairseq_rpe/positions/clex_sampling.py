@@ -1,9 +1,9 @@
 """CLEX's training positions: a random subset of the positions of a longer row."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
@@ -16,6 +16,12 @@ from fairseq_rpe.positions.base import (
     draw_subset,
     register,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from fairseq_rpe.core import lazy_torch as torch
 
 
 @register("stretch")

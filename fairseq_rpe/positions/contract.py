@@ -3,11 +3,11 @@
 Transforms of this package are not checked at run time; a test runs the same checks on all of them.
 """
 
+from __future__ import annotations
+
 import weakref
 from contextlib import suppress
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.core.contract import (
     ContractError,
@@ -20,6 +20,12 @@ from fairseq_rpe.core.contract import (
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.positions.base import Transform, TransformedPositions
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from fairseq_rpe.core import lazy_torch as torch
+
 TOKENS = 11  # of the longest row of a sample
 _OTHER_NAMES = (
     "setup",
@@ -31,6 +37,8 @@ _OTHER_NAMES = (
     "length_invariant",
     "evaluation",
     "max_length",
+    "position_limit",
+    "spec_for_length",
 )
 # by class: the options and training lengths for which it has passed the check
 _checked: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
@@ -101,8 +109,8 @@ def _call(transform: Transform, index: Tensor, lengths: Tensor, seed: int = 1) -
     if not isinstance(positions, TransformedPositions):
         raise_contract_error(cls, "transform", f"returned {type(positions).__name__}, expected TransformedPositions")
     rows, m = len(lengths), index.shape[1]
-    if not isinstance(positions.k, Tensor) or tuple(positions.k.shape) not in ((1, m), (rows, m)):
-        shape = tuple(positions.k.shape) if isinstance(positions.k, Tensor) else type(positions.k).__name__
+    if not isinstance(positions.k, torch.Tensor) or tuple(positions.k.shape) not in ((1, m), (rows, m)):
+        shape = tuple(positions.k.shape) if isinstance(positions.k, torch.Tensor) else type(positions.k).__name__
         raise_contract_error(cls, "transform", f"returned positions {shape}, expected {(rows, m)} or {(1, m)}")
     if positions.k.dtype != index.dtype:
         raise_contract_error(cls, "transform", f"returned {positions.k.dtype}, expected {index.dtype}, as of the index")

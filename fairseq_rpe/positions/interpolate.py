@@ -1,17 +1,22 @@
 """Position Interpolation: longer rows are scaled into the range of training positions."""
 
-from dataclasses import dataclass
-from typing import Literal
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.positions.base import Transform, TransformedPositions, register
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from fairseq_rpe.core import lazy_torch as torch
 
-@register("interpolate")
+
+@register("interpolate", colour="violet", marker="s")
 class Interpolate(Transform):
     """Position Interpolation (Chen et al. 2023, arXiv 2306.15595): positions are multiplied by a ratio <= 1.
 
@@ -55,6 +60,13 @@ class Interpolate(Transform):
             raise UserError(
                 "'interpolate' needs a training length, unknown here: give train=LENGTH or a ratio such as ratio=1/4"
             )
+
+    @classmethod
+    def spec_for_length(cls, config: Any, train_length: int, length: int) -> str | None:
+        """Return a spec with the ratio of the longest row, or None if the options set a ratio or L."""
+        if config.ratio != "auto" or config.train is not None:
+            return None
+        return f"interpolate:ratio={train_length / length!r}" if length > train_length else "identity"
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""

@@ -1,9 +1,9 @@
 """PoSE: positional skip-wise training, which simulates long inputs by skipping positions."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.positions.base import (
@@ -17,8 +17,14 @@ from fairseq_rpe.positions.base import (
     register,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from fairseq_rpe.core import lazy_torch as torch
 
-@register("pose")
+
+@register("pose", colour="grey", marker="^")
 class Pose(Transform):
     """PoSE (Zhu et al. 2023, arXiv 2309.10400): skips positions between chunks of a row, up to ``target``.
 
@@ -44,9 +50,10 @@ class Pose(Transform):
     paper = "Zhu et al. 2023 (arXiv 2309.10400)"
     random = True
 
-    def setup(self) -> None:
-        """Derive settings from the options."""
-        self.max_length = self.config.target
+    @classmethod
+    def position_limit(cls, config: Any, train_length: int | None) -> int | None:
+        """Return the length in tokens of the longest row that has positions."""
+        return int(config.target)
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""

@@ -31,6 +31,8 @@ class PositionTransforms:
 
     Attributes:
         sample: index of the draw in evaluation.
+        update: number of updates so far; -1 before fairseq sets it.
+        batch: number of training batches since the last update.
     """
 
     sample = 0
@@ -47,7 +49,7 @@ class PositionTransforms:
             self.update, self.batch = update, 0
 
     def active(self, training: bool) -> Transform | None:
-        """Return the transform of training or evaluation, or None if positions are plain."""
+        """Return the transform of training or evaluation, or None if that is ``identity``."""
         transform = self.train if training else self.evaluation
         return None if isinstance(transform, Identity) else transform
 
@@ -81,14 +83,16 @@ class PositionTransforms:
                 f"(of {', '.join(names())})"
             )
         generator = None
-        if transform.random and rows and not training:
-            generators = [seeded_generator(self.seed, "evaluation", self.sample, ids.tolist()) for ids in rows]
-            transform = freeze_rows(transform, lengths.tolist(), generators)
-        elif transform.random:
-            generator = seeded_generator(
-                *((self.seed, self.update, self.batch, self.rank) if training else (self.seed, "evaluation"))
-            )
-        self.batch += training
+        if transform.random:
+            if training:
+                generator = seeded_generator(self.seed, self.update, self.batch, self.rank)
+            elif rows:
+                generators = [seeded_generator(self.seed, "evaluation", self.sample, ids.tolist()) for ids in rows]
+                transform = freeze_rows(transform, lengths.tolist(), generators)
+            else:
+                generator = seeded_generator(self.seed, "evaluation")
+        if training:
+            self.batch += 1
         transformed = transform(plain.k, lengths, generator)
         first = plain.k.shape[1] - plain.q.shape[1]
         contiguous = transformed.contiguous and plain.contiguous

@@ -1,9 +1,9 @@
 """Randomized positional encodings: positions are a sorted random subset of a larger range."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
@@ -17,8 +17,14 @@ from fairseq_rpe.positions.base import (
     register,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from fairseq_rpe.core import lazy_torch as torch
 
-@register("randomized")
+
+@register("randomized", colour="grey", marker="s")
 class Randomized(Transform):
     """A sorted random subset of 0 … max_position-1 (Ruoss et al. 2023, arXiv 2305.16843).
 
@@ -51,9 +57,15 @@ class Randomized(Transform):
     paper = "Ruoss et al. 2023 (arXiv 2305.16843)"
     random = True
 
+    @classmethod
+    def position_limit(cls, config: Any, train_length: int | None) -> int | None:
+        """Return the length in tokens of the longest row that has positions."""
+        if config.times is None:
+            return int(config.max_position or 2048)
+        return None if train_length is None else int(config.times * train_length)
+
     def setup(self) -> None:
         """Check the options and derive settings from them."""
-        self.max_position = self.max_length = self.config.max_position or 2048
         self.limit_option: tuple[str, int | None] = ("max_position", None)
         if self.config.times is None:
             return
@@ -61,22 +73,23 @@ class Randomized(Transform):
             raise UserError("'randomized' takes max_position=NUMBER or times=NUMBER, not both: leave one out")
         if self.train_length is None:
             raise UserError("'randomized:times=NUMBER' needs a training length, unknown here: give max_position=NUMBER")
-        self.max_position = self.max_length = self.config.times * self.train_length
         self.limit_option = ("times", self.train_length)
-        if self.max_position > MAX_EXACT_POSITION:
+        if self.config.times * self.train_length > MAX_EXACT_POSITION:
             raise UserError(
                 f"'randomized:times={self.config.times}' is more than {MAX_EXACT_POSITION} positions: lower times"
             )
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""
-        check_row_length(lengths, self.max_position, "randomized", *self.limit_option)
+        limit = self.max_length
+        assert limit is not None  # setup refuses options that set no limit
+        check_row_length(lengths, limit, "randomized", *self.limit_option)
         sizes = lengths.clamp_min(1).tolist()
         longest = max(sizes)
         if self.config.per == "batch":
-            table = draw_subset(longest, self.max_position, generator).to(index)
+            table = draw_subset(longest, limit, generator).to(index)
             return TransformedPositions(table[index.clamp(0, longest - 1).long()], 1.0, False)
         table = torch.zeros(len(sizes), longest, dtype=torch.int64)
         for row, size in zip(table, sizes, strict=True):
-            row[:size] = draw_subset(size, self.max_position, generator)
+            row[:size] = draw_subset(size, limit, generator)
         return TransformedPositions(table.to(index).gather(1, clamp_to_row(index, lengths).long()), 1.0, False)

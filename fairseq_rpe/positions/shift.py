@@ -1,9 +1,9 @@
 """Plain positions, and shifts of whole rows: by a constant, or at random as in SHAPE and random padding."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.positions.base import (
@@ -14,6 +14,12 @@ from fairseq_rpe.positions.base import (
     draw_below,
     register,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from fairseq_rpe.core import lazy_torch as torch
 
 
 @register("identity")
@@ -28,7 +34,7 @@ class Identity(Transform):
         return TransformedPositions(index, 1.0, True)
 
 
-@register("offset")
+@register("offset", colour="grey", marker=">")
 class Offset(Transform):
     """A constant offset for all positions, as in the evaluation of SHAPE (Kiyono et al. 2021, arXiv 2109.05644)."""
 
@@ -47,7 +53,7 @@ class Offset(Transform):
         return TransformedPositions(index + self.config.tokens, 1.0, True)
 
 
-@register("shape")
+@register("shape", colour="grey", marker="D")
 class Shape(Transform):
     """SHAPE (Kiyono et al. 2021, arXiv 2109.05644): a random offset per row, for shift invariance.
 
@@ -83,7 +89,7 @@ class Shape(Transform):
         )
 
 
-@register("random_padding")
+@register("random_padding", colour="grey", marker="<")
 class RandomPadding(Transform):
     """Random padding (Tao et al. 2023, arXiv 2305.04859): a random offset up to the number of unused positions.
 
@@ -106,9 +112,10 @@ class RandomPadding(Transform):
     paper = "Tao, Feng, Zhao 2023 (arXiv 2305.04859)"
     random = True
 
-    def setup(self) -> None:
-        """Derive settings from the options."""
-        self.max_length = self.config.max_position
+    @classmethod
+    def position_limit(cls, config: Any, train_length: int | None) -> int | None:
+        """Return the length in tokens of the longest row that has positions."""
+        return int(config.max_position)
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""

@@ -1,15 +1,21 @@
 """Position index warping: positions of some training rows are compressed (head) or skewed (tail)."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import format_value, option, parse_number
 from fairseq_rpe.positions.base import Transform, TransformedPositions, clamp_to_row, register
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from fairseq_rpe.core import lazy_torch as torch
 
 
 def beta_cdf(x: Tensor) -> Tensor:
@@ -20,7 +26,12 @@ def beta_cdf(x: Tensor) -> Tensor:
     return 1 - (1 - x) ** 5 * (1 + 5 * x)
 
 
-SKEWS: dict[str, Callable[[Tensor], Tensor]] = {"beta": beta_cdf, "sqrt": torch.sqrt}
+def square_root(x: Tensor) -> Tensor:
+    """Return the square root of x, elementwise."""
+    return x.sqrt()
+
+
+SKEWS: dict[str, Callable[[Tensor], Tensor]] = {"beta": beta_cdf, "sqrt": square_root}
 
 
 def _parse_alphas(alpha: str) -> list[float]:
@@ -37,7 +48,7 @@ def _parse_alphas(alpha: str) -> list[float]:
     return values
 
 
-@register("warp")
+@register("warp", colour="brown", marker="v")
 class Warp(Transform):
     """Head warping (Eq. 7), tail warping (Eq. 8) or neither, drawn for each row of training; evaluate with PI.
 
@@ -81,6 +92,11 @@ class Warp(Transform):
     paper = "Improving Length Generalization via Position Index Warping, Eq. 7, 8"
     random = True
 
+    @classmethod
+    def position_limit(cls, config: Any, train_length: int | None) -> int | None:
+        """Return the training length with ``length=train``, else None."""
+        return train_length if config.length == "train" else None
+
     def setup(self) -> None:
         """Check the options and derive settings from them."""
         self.alphas = torch.tensor(_parse_alphas(self.config.alpha), dtype=torch.float64)
@@ -88,7 +104,7 @@ class Warp(Transform):
         if self.config.length == "train":
             if self.train_length is None:
                 raise UserError("'warp:length=train' needs a training length that is unknown here: use length=row")
-            self.tail_length = self.max_length = self.train_length
+            self.tail_length = self.train_length
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""

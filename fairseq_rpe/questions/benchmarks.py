@@ -173,8 +173,8 @@ class Benchmark:
         spec = ReaderSpec(
             self.template.fields, split, self.choices, self.tsv, Counter() if skipped is None else skipped
         )
-        seen: set[str] = set()
-        count = 0
+        seen: set[str] = set()  # ids
+        count = 0  # rows of the files
         try:
             for example in _READERS[self.reader](files, spec):
                 question = self._question(example)
@@ -230,8 +230,10 @@ class Benchmark:
     def _find_in(self, path: Path, split: str, source: str = "") -> list[SourceFile]:
         """Return the files of a split in a folder or zip archive, or the file itself; ``source`` is for messages."""
         for pattern in getattr(self.places, split):
-            files = self._add_companion(pattern, _matching_files(path, pattern, self.places.folders))
-            if len(files) > 1 and "*" not in pattern and pattern not in self.places.companions:
+            files = _matching_files(path, pattern, self.places.folders)
+            if files and pattern in self.places.companions:
+                return self._with_companion(files[0], self.places.companions[pattern])
+            if len(files) > 1 and "*" not in pattern:
                 several = " and ".join(map(str, files))
                 raise UserError(f"{several} are each a {split} file of {self.name}: name the folder of one")
             if files:
@@ -240,15 +242,12 @@ class Benchmark:
             raise UserError(f"{source} has no {split} file of {self.name}: give what {self.places.home} has instead")
         return []
 
-    def _add_companion(self, pattern: str, files: list[SourceFile]) -> list[SourceFile]:
-        """Append the second file that a file needs, if any."""
-        other = self.places.companions.get(pattern)
-        if not files or other is None:
-            return files
-        container = files[0].path if files[0].member else files[0].path.parent
-        if companions := _matching_files(container, other, self.places.folders):
-            return [files[0], companions[0]]
-        raise UserError(f"{files[0]} lacks {other} beside it, which says what the valid split is: put it there")
+    def _with_companion(self, file: SourceFile, companion: str) -> list[SourceFile]:
+        """Return a file and the second file that it needs, which is in the same folder or archive."""
+        container = file.path if file.member else file.path.parent
+        if companions := _matching_files(container, companion, self.places.folders):
+            return [file, companions[0]]
+        raise UserError(f"{file} lacks {companion} beside it, which says what the valid split is: put it there")
 
 
 def _matching_files(path: Path, pattern: str, folders: TextTuple) -> list[SourceFile]:

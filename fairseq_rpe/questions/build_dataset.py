@@ -47,6 +47,7 @@ ANSWER_TOKENS = 64  # default for files of the user
 METRIC = "f1"  # default for files of the user
 MADE_BY = "fairseq-rpe prepare-answers"  # in the manifest: the first name of the command
 CONTENTS = FolderContents(QUESTIONS_MANIFEST, read_question_manifest, ROWS_FILES)
+_READ_TEXTS = ("prompt", "document", "cue")  # texts of a question that a model reads, in order
 # Version of the files: incremented when the same questions and options give other files than before.
 _FORMAT = 1
 
@@ -120,12 +121,12 @@ def write_dataset(
             changed then.
     """
     vocabulary = find_vocabulary(vocab_from, None)
-    assert vocabulary is not None
+    assert vocabulary is not None  # None only if no folder is given
     key = {
         "format": _FORMAT,
         "made_by": made_by,
         "source": source,
-        "given_vocabulary": {name: sha256_of_files(path) for name, path in vocabulary[1].items()},
+        "given_vocabulary": {name: sha256_of_files(path) for name, path in vocabulary.paths.items()},
     }
     build_atomically(out, key, lambda folder: _build(sets, vocabulary, folder), say, CONTENTS, overwrite)
     return load_dataset(out)
@@ -145,21 +146,20 @@ def check_out(out: Path) -> None:
 
 def _build(sets: Sequence[PendingSet], vocabulary: VocabularyFiles, folder: Path) -> dict[str, Any]:
     """Fill a folder and return its manifest, apart from the key."""
-    kind, files = vocabulary
-    for name, path in files.items():
+    for name, path in vocabulary.paths.items():
         shutil.copyfile(path, folder / name)
-    infos, names = {}, ["dict.txt", *VOCABULARY_FILES[kind]]
+    infos, names = {}, ["dict.txt", *VOCABULARY_FILES[vocabulary.kind]]
     with contextlib.ExitStack() as stack:
         writers = {}
         for split in SPLITS:
-            if any(split in pending.splits for pending in sets):
-                writers[split] = stack.enter_context(_SplitWriter(folder, split, kind))
+            if any(split in pending_set.splits for pending_set in sets):
+                writers[split] = stack.enter_context(_SplitWriter(folder, split, vocabulary.kind))
                 names += [f"{split}.bin", f"{split}.idx", f"{split}.rows.jsonl"]
-        for pending in sets:
-            splits = {split: writers[split].write(pending, read()) for split, read in pending.splits.items()}
-            infos[pending.name] = records.from_attributes(SetInfo, pending, splits=splits)
+        for pending_set in sets:
+            splits = {split: writers[split].write(pending_set, read()) for split, read in pending_set.splits.items()}
+            infos[pending_set.name] = records.from_attributes(SetInfo, pending_set, splits=splits)
     return {
-        "tokenizer": {"kind": kind},
+        "tokenizer": {"kind": vocabulary.kind},
         "sets": {name: records.to_dict(info) for name, info in infos.items()},
         "files": describe_files(folder, names),
     }
@@ -171,19 +171,59 @@ def _text_key(text: str | bytes) -> bytes:
     return blake2b(content, digest_size=16).digest()
 
 
-def _check_metrics(pending: PendingQuestion, to_set: PendingSet, first: AnsweredQuestion | None) -> AnsweredQuestion:
-    """Refuse a question that a metric of its set cannot score together with the first question, and return the first.
+class _QuestionChecker:
+    """Refuses questions of a set that cannot be scored together, or whose id occurs twice in a split."""
 
-    ``first`` is None for the first question itself.
+    def __init__(self, pending_set: PendingSet, split: str) -> None:
+        self._set, self._split = pending_set, split
+        self._first: AnsweredQuestion | None = None
+        self._id_keys: set[bytes] = set()
+
+    def check(self, pending: PendingQuestion) -> None:
+        """Check a question together with the questions before it."""
+        self._check_metrics(pending)
+        id_key = _text_key(pending.question.id)
+        if id_key in self._id_keys:
+            where = f"in the {self._split} split of {self._set.name}"
+            problem = f"id '{pending.question.id}' is there a second time {where}"
+            raise UserError(f"{pending.source()}: {problem}: give every question another id")
+        self._id_keys.add(id_key)
+
+    def _check_metrics(self, pending: PendingQuestion) -> None:
+        choices = tuple(dict.fromkeys(map(metrics.normalize_whitespace, pending.question.choices)))
+        item = AnsweredQuestion("", pending.question.answers, choices=choices)
+        self._first = self._first or item  # classes must be those of the first question
+        for metric in dict.fromkeys((*self._set.metrics, self._set.published)):
+            try:
+                metrics.check_answers(metric, self._first, item)
+            except UserError as error:
+                raise UserError(f"{pending.source()}: question '{pending.question.id}': {error}") from None
+
+
+@dataclass
+class _SplitCounts:
+    """Counts of a set in a split; see :class:`~fairseq_rpe.questions.dataset.SplitInfo`.
+
+    Attributes:
+        documents: Items of the different documents.
+        right_guesses: Number of questions that a strategy answers right, by its name.
     """
-    choices = tuple(dict.fromkeys(map(metrics.normalize_whitespace, pending.question.choices)))
-    item = AnsweredQuestion("", pending.question.answers, choices=choices)
-    for metric in dict.fromkeys((*to_set.metrics, to_set.published)):
-        try:
-            metrics.check_answers(metric, first or item, item)
-        except UserError as error:
-            raise UserError(f"{pending.source()}: question '{pending.question.id}': {error}") from None
-    return first or item
+
+    questions: int = 0
+    answers: int = 0
+    tokens: int = 0
+    longest: int = 0
+    cut_answers: int = 0
+    unknown: int = 0
+    documents: set[int] = field(default_factory=set)
+    right_guesses: Counter[str] = field(default_factory=Counter)
+
+    def to_info(self) -> SplitInfo:
+        """Return the counts as a manifest has them."""
+        values = vars(self) | {"documents": len(self.documents)}
+        del values["right_guesses"]
+        percents = {guess: 100 * count / self.questions for guess, count in sorted(self.right_guesses.items())}
+        return SplitInfo(**values, guesses=percents)
 
 
 class _SplitWriter:
@@ -200,71 +240,78 @@ class _SplitWriter:
     def __enter__(self) -> "_SplitWriter":
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, error_type: object, *_: object) -> None:
         self._bin.close()
         self._rows.close()
-        if kind is None:
+        if error_type is None:
             write_index(self._folder / f"{self._split}.idx", io.BytesIO(self._sizes.tobytes()), self._encoder.dtype)
 
-    def write(self, to_set: PendingSet, questions: Iterator[PendingQuestion]) -> SplitInfo:
+    def write(self, pending_set: PendingSet, questions: Iterator[PendingQuestion]) -> SplitInfo:
         """Append the questions of a set and return its statistics."""
-        counts, correct, ids, documents = Counter[str](), Counter[str](), set[bytes](), set[int]()
-        first: AnsweredQuestion | None = None
-        with Progress(f"{to_set.name}, {self._split}", "questions") as progress:
+        checker, counts = _QuestionChecker(pending_set, self._split), _SplitCounts()
+        with Progress(f"{pending_set.name}, {self._split}", "questions") as progress:
             for pending in questions:
-                question = pending.question
-                first = _check_metrics(pending, to_set, first)
-                if (id_key := _text_key(question.id)) in ids:
-                    problem = f"id '{question.id}' is there a second time in the {self._split} split of {to_set.name}"
-                    raise UserError(f"{pending.source()}: {problem}: give every question another id")
-                ids.add(id_key)
-                row = self._row(pending, to_set, counts)
-                documents.update([row["document"]] if "document" in row else [])
-                correct.update(guess for guess, item in row.get("guesses", {}).items() if item in row["answers"])
-                correct.update(dict.fromkeys(row.get("guesses", {}), 0))  # strategies that are never right count too
+                checker.check(pending)
+                row = self._row(pending, pending_set)
+                self._count(row, pending_set.answer_tokens, counts)
                 self._rows.write(json.dumps(row).encode() + b"\n")
                 progress.update()
-        if not counts["questions"]:
-            raise UserError(f"the {self._split} split of {to_set.name} has no question: give other files")
-        guesses = {guess: 100 * count / counts["questions"] for guess, count in sorted(correct.items())}
-        return SplitInfo(**counts, documents=len(documents), guesses=guesses)
+        if not counts.questions:
+            raise UserError(f"the {self._split} split of {pending_set.name} has no question: give other files")
+        return counts.to_info()
 
-    def _row(self, pending: PendingQuestion, to_set: PendingSet, counts: Counter[str]) -> dict[str, Any]:
-        """Store the texts of a question, count them, and return the question as its JSON line has it."""
-        question, read_items = pending.question, {}
-        for key in ("prompt", "document", "cue"):
+    def _row(self, pending: PendingQuestion, pending_set: PendingSet) -> dict[str, Any]:
+        """Store the texts of a question, and return the question as its JSON line has it."""
+        question = pending.question
+        row: dict[str, Any] = {"id": question.id, "set": pending_set.name}
+        for key in _READ_TEXTS:
             if text := getattr(question, key):
-                read_items[key] = self._item(text, f"the {key}", pending)
-        tokens = sum(self._sizes[item] for item in read_items.values())
-        # Tokenizers have the blank before a word with the word.
-        blank = "" if (question.prompt + question.document + question.cue)[-1].isspace() else " "
-
-        def answer_item(text: str, role: str) -> int:
-            item = self._item(blank + " ".join(text.split()), role, pending)
-            if self._unknown[item]:
-                problem = f"{role} {text!r} has words that the dictionary lacks"
-                raise UserError(f"{pending.source()}: {problem}: leave it out or take another vocabulary")
-            if (size := self._sizes[item] + 1) > to_set.answer_tokens and to_set.whole_answers:
-                problem = f"{role} of '{question.id}' has {size} tokens with its end, more than {to_set.answer_tokens}"
-                remedy = f"leave it out or allow it with --answer-tokens {size}"
-                raise UserError(f"{pending.source()}: {problem}: {remedy}")
-            return item
-
-        answers = [answer_item(text, "the answer") for text in question.answers]
-        row = {"id": question.id, "set": to_set.name, **read_items, "answers": answers}
+                row[key] = self._item(text, f"the {key}", pending)
+        row["answers"] = [self._answer_item(text, "the answer", pending, pending_set) for text in question.answers]
         if question.group:
             row["group"] = question.group
         if question.choices:
-            row["choices"] = list(dict.fromkeys(answer_item(text, "the choice") for text in question.choices))
+            choices = [self._answer_item(text, "the choice", pending, pending_set) for text in question.choices]
+            row["choices"] = list(dict.fromkeys(choices))
         if question.distance is not None:
             row["distance"] = question.distance
         if pending.guesses:
-            row["guesses"] = {guess: answer_item(text, "the guess") for guess, text in pending.guesses.items()}
-        counts.update(questions=1, answers=len(answers), tokens=tokens)
-        counts["longest"] = max(counts["longest"], tokens)
-        counts["cut_answers"] += sum(self._sizes[item] >= to_set.answer_tokens for item in answers)
-        counts["unknown"] += sum(self._unknown[item] for item in read_items.values())
+            row["guesses"] = {
+                guess: self._answer_item(text, "the guess", pending, pending_set)
+                for guess, text in pending.guesses.items()
+            }
         return row
+
+    def _answer_item(self, text: str, role: str, pending: PendingQuestion, pending_set: PendingSet) -> int:
+        """Return the item number of an answer; refuse an answer with unknown words or too many tokens."""
+        question = pending.question
+        # Tokenizers have the blank before a word with the word.
+        blank = "" if (question.prompt + question.document + question.cue)[-1].isspace() else " "
+        item = self._item(blank + " ".join(text.split()), role, pending)
+        if self._unknown[item]:
+            problem = f"{role} {text!r} has words that the dictionary lacks"
+            raise UserError(f"{pending.source()}: {problem}: leave it out or take another vocabulary")
+        size, limit = self._sizes[item] + 1, pending_set.answer_tokens
+        if pending_set.whole_answers and size > limit:
+            problem = f"{role} of '{question.id}' has {size} tokens with its end, more than {limit}"
+            remedy = f"leave it out or allow it with --answer-tokens {size}"
+            raise UserError(f"{pending.source()}: {problem}: {remedy}")
+        return item
+
+    def _count(self, row: Mapping[str, Any], answer_tokens: int, counts: _SplitCounts) -> None:
+        """Add a question, as its JSON line has it, to the counts."""
+        read_items = [row[key] for key in _READ_TEXTS if key in row]
+        tokens = sum(self._sizes[item] for item in read_items)
+        counts.questions += 1
+        counts.answers += len(row["answers"])
+        counts.tokens += tokens
+        counts.longest = max(counts.longest, tokens)
+        counts.cut_answers += sum(self._sizes[item] >= answer_tokens for item in row["answers"])
+        counts.unknown += sum(self._unknown[item] for item in read_items)
+        if "document" in row:
+            counts.documents.add(row["document"])
+        for guess, item in row.get("guesses", {}).items():
+            counts.right_guesses[guess] += item in row["answers"]  # adds 0 for a strategy that is never right
 
     def _item(self, text: str, role: str, pending: PendingQuestion) -> int:
         """Return the item number of a text in the split; store the text if it is new."""
@@ -326,27 +373,33 @@ class QuestionOptions:
         Raises:
             UserError: An option is out of range or does not go with another one.
         """
-        splits = [split for split in SPLITS if self.files.get(split)]
-        if self.names and splits:
-            raise UserError(f"NAME and --{splits[0]} are both given: name known sets, or give files of your own")
-        if not self.names:
-            if "train" not in splits or "valid" not in splits:
-                raise UserError("no questions are given: name known sets, or give --train and --valid with JSON lines")
-            for flag, is_used in (("--from", self.local is not None), ("--no-counts", not self.counts)):
-                if is_used:
-                    raise UserError(f"{flag} is for known sets and none is named: leave it out")
-            name = self.name or self.out.name
-            if any("\ud800" <= letter <= "\udfff" for letter in name):  # bytes that are not UTF-8
-                raise UserError(f"--name {name!r} is not UTF-8, so the folder could not be read: give another")
-        elif self.name or self.metrics:
-            flag = "--name" if self.name else "--metric"
-            raise UserError(f"{flag} is for questions of your own files, a known set has its own: leave it out")
-        if len(set(self.names)) < len(self.names):
-            raise UserError(f"{', '.join(self.names)}: a set is named twice: name it once")
+        if self.names:
+            self._check_benchmarks()
+        else:
+            self._check_files()
         if unknown := [metric for metric in self.metrics if metric not in metrics.metric_names()]:
             raise UserError(f"--metric {unknown[0]} is unknown: use {', '.join(metrics.metric_names())}")
         if self.answer_tokens is not None and self.answer_tokens < 2:
             raise UserError(f"--answer-tokens {self.answer_tokens} is out of range: use 2 or more")
+
+    def _check_benchmarks(self) -> None:
+        if splits := [split for split in SPLITS if self.files.get(split)]:
+            raise UserError(f"NAME and --{splits[0]} are both given: name known sets, or give files of your own")
+        if self.name or self.metrics:
+            flag = "--name" if self.name else "--metric"
+            raise UserError(f"{flag} is for questions of your own files, a known set has its own: leave it out")
+        if len(set(self.names)) < len(self.names):
+            raise UserError(f"{', '.join(self.names)}: a set is named twice: name it once")
+
+    def _check_files(self) -> None:
+        if not (self.files.get("train") and self.files.get("valid")):
+            raise UserError("no questions are given: name known sets, or give --train and --valid with JSON lines")
+        for flag, is_used in (("--from", self.local is not None), ("--no-counts", not self.counts)):
+            if is_used:
+                raise UserError(f"{flag} is for known sets and none is named: leave it out")
+        name = self.name or self.out.name
+        if any("\ud800" <= letter <= "\udfff" for letter in name):  # bytes that are not UTF-8
+            raise UserError(f"--name {name!r} is not UTF-8, so the folder could not be read: give another")
 
 
 def prepare_questions(options: QuestionOptions, say: Callable[[str], None] = print) -> QuestionDataset:
@@ -442,15 +495,16 @@ def _file_and_line(path: Path, index: int) -> str:
 
 def summary_table(prepared: QuestionDataset) -> str:
     """Return a Markdown table with a row for each set and split: counts, and how often guesses are right."""
-    head = ["set", "questions", "answers", "texts", "tokens", "longest", "answers to be cut"]
     infos = [(name, split, info.splits[split]) for name, info in prepared.sets.items() for split in info.splits]
-    guesses = list(dict.fromkeys(guess for *_, info in infos for guess in info.guesses))
+    strategies = list(dict.fromkeys(guess for *_, info in infos for guess in info.guesses))
     has_unknown = any(info.unknown for *_, info in infos)
+    head = ["set", "questions", "answers", "texts", "tokens", "longest", "answers to be cut"]
+    head += ["unknown"] if has_unknown else []
     rows = []
     for name, split, info in infos:
         numbers = (info.questions, info.answers, info.documents, info.tokens, info.longest, info.cut_answers)
         cells = [f"{number:,}" for number in numbers]
         cells += [f"{100 * info.unknown / info.tokens:.2f} %"] if has_unknown else []
-        cells += [f"{info.guesses[guess]:.1f} %" if guess in info.guesses else "" for guess in guesses]
+        cells += [f"{info.guesses[guess]:.1f} %" if guess in info.guesses else "" for guess in strategies]
         rows.append(TableRow(f"{name} {split}", [Cell(cell) for cell in cells]))
-    return Table("what was made", [*head, *(["unknown"] if has_unknown else []), *guesses], rows).to_markdown().rstrip()
+    return Table("what was made", [*head, *strategies], rows).to_markdown().rstrip()

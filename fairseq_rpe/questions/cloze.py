@@ -177,16 +177,32 @@ class _WordCounts:
         }
 
 
+class Sentence(NamedTuple):
+    """A sentence: characters of the document."""
+
+    start: int
+    end: int
+
+
 class _GapSentence(NamedTuple):
     """A sentence with a gap, before a passage is chosen for it."""
 
     sentence_start: int
     mention_index: int  # of the name that is taken out
     answer_index: int  # name_index of the answer
+    question_names: set[int]  # name indices in the question, which are neither rivals nor guesses
     prompt: str
     cue: str
     passage_budget: int  # most tokens of a passage
     seed_hash: int  # decides which passages and guesses are chosen
+
+
+class _PassageNames(NamedTuple):
+    """The names in a passage."""
+
+    mention_names: np.ndarray  # (mentions,) name_index of each mention
+    counts: np.ndarray  # (names,) number of mentions of each name
+    last_words: np.ndarray  # (names,) word_index of each name's last mention, -1 without one
 
 
 class ClozeDocument:
@@ -257,20 +273,27 @@ class ClozeDocument:
         is_genitive = text[end : end + 2] in ("'s", "’s")
         return not is_genitive and bool({text[start - 1], text[end : end + 1]} & _JOINERS)
 
-    def sentences(self) -> list[tuple[int, int]]:
-        """Return start and end of each sentence, in characters of the document."""
+    def sentences(self) -> list[Sentence]:
+        """Return the sentences of the document."""
         text, start, sentences = self._text, 0, []
         for border in _SENTENCE_BORDER.finditer(text):
-            sign, next_word = border.start(), LETTERS.search(text, border.end(), border.end() + 4)
-            if text[sign] != "\n":  # else an empty line, which always ends a sentence
-                short = text[sign] == "." and _ABBREVIATION.search(text, max(start, sign - 8), sign + 1)
-                if short or (next_word and next_word[0][0].islower()):
-                    continue
+            if not self._is_sentence_end(start, border):
+                continue
             sentence = text[start : border.end()].rstrip()
             if _WHOLE_SENTENCE.fullmatch(sentence):
-                sentences.append((start, start + len(sentence)))
+                sentences.append(Sentence(start, start + len(sentence)))
             start = border.end()
         return sentences
+
+    def _is_sentence_end(self, start: int, border: re.Match[str]) -> bool:
+        """Return whether the sentence from ``start`` ends at a border, and not after an abbreviation such as Mr."""
+        text, sign = self._text, border.start()
+        if text[sign] == "\n":  # an empty line always ends a sentence
+            return True
+        if text[sign] == "." and _ABBREVIATION.search(text, max(start, sign - 8), sign + 1):
+            return False
+        next_word = LETTERS.search(text, border.end(), border.end() + 4)
+        return next_word is None or not next_word[0][0].islower()
 
     def questions(
         self, context_tokens: int, question_position: str, source: str, question_format: str = "gap"
@@ -289,71 +312,69 @@ class ClozeDocument:
         """
         sentences = self.sentences()
         sentence_end_words = self._end_words(sentences)
-        for sentence_start, sentence_end in sentences:
-            if not self._is_askable(sentence_start, sentence_end):
-                continue
-            mention_indices = self._mention_indices(sentence_start, sentence_end)
-            for mention_index in self._possible_gaps(sentence_start, mention_indices, question_format):
-                gap = self._gap_sentence(
-                    sentence_start, sentence_end, mention_index, context_tokens, question_position, question_format
-                )
+        for sentence in filter(self._is_askable, sentences):
+            for mention_index in self._possible_gaps(sentence, question_format):
+                gap = self._gap_sentence(sentence, mention_index, context_tokens, question_position, question_format)
                 if source == "next":
-                    sentence_word = bisect_left(self._word_ends, sentence_start + 1)
+                    sentence_word = bisect_left(self._word_ends, sentence.start + 1)
                     passage_ends = [sentence_word] if gap.passage_budget > 0 else []
                 else:
                     answer_word = self._mention_words[mention_index]
                     passage_ends = self.passage_ends(answer_word, gap.passage_budget, gap.seed_hash, sentence_end_words)
-                # A completion ends at the gap, so the names after it stay unseen.
-                end_mention = mention_index + 1 if question_format == "completion" else mention_indices.stop
-                question_names = set(self._mention_names[mention_indices.start : end_mention].tolist())
                 for end_word in passage_ends:
-                    question = self._question(gap, end_word, question_names, source == "earlier")
+                    question = self._question(gap, end_word, source == "earlier")
                     if question is not None:
                         yield question
 
-    def _mention_indices(self, start: int, end: int) -> range:
-        """Return the indices of the mentions between two characters of the document."""
-        return range(bisect_left(self._mention_starts, start), bisect_left(self._mention_starts, end))
+    def _mention_indices(self, sentence: Sentence) -> range:
+        """Return the indices of the mentions in a sentence."""
+        return range(bisect_left(self._mention_starts, sentence.start), bisect_left(self._mention_starts, sentence.end))
 
-    def _is_askable(self, sentence_start: int, sentence_end: int) -> bool:
+    def _is_askable(self, sentence: Sentence) -> bool:
         """Return whether a sentence has the length of a question."""
-        word_count = len(self._text[sentence_start:sentence_end].split())
+        word_count = len(self._text[sentence.start : sentence.end].split())
         return _MIN_SENTENCE_WORDS <= word_count <= _MAX_SENTENCE_WORDS
 
-    def _possible_gaps(self, sentence_start: int, mention_indices: range, question_format: str) -> Iterator[int]:
+    def _possible_gaps(self, sentence: Sentence, question_format: str) -> Iterator[int]:
         """Yield the mentions of a sentence whose name may be taken out: the sentence must not give it away."""
+        mention_indices = self._mention_indices(sentence)
         name_counts = Counter(self._mention_names[mention_indices.start : mention_indices.stop].tolist())
         for mention_index in mention_indices:
             mention = self._mentions[mention_index]
             if name_counts[mention.name_index] > 1 or self._is_within_name(mention_index):
                 continue
-            words_before = self._text[sentence_start : mention.start].split()
+            words_before = self._text[sentence.start : mention.start].split()
             if question_format == "completion" and len(words_before) < _MIN_COMPLETION_WORDS:
                 continue
             yield mention_index
 
-    def _end_words(self, sentences: Sequence[tuple[int, int]]) -> list[int]:
+    def _end_words(self, sentences: Sequence[Sentence]) -> list[int]:
         """Return for each sentence the index of the first word after it."""
-        return [bisect_left(self._word_ends, end) + 1 for _, end in sentences]
+        return [bisect_left(self._word_ends, sentence.end) + 1 for sentence in sentences]
 
     def _gap_sentence(
-        self,
-        sentence_start: int,
-        sentence_end: int,
-        mention_index: int,
-        context_tokens: int,
-        question_position: str,
-        question_format: str,
+        self, sentence: Sentence, mention_index: int, context_tokens: int, question_position: str, question_format: str
     ) -> _GapSentence:
         """Return a sentence with a gap in place of a mention, and the tokens that its passage may have."""
         mention = self._mentions[mention_index]
-        before, after = self._text[sentence_start : mention.start], self._text[mention.end : sentence_end]
-        sentence = " ".join(f"{before}{BLANK}{after}".split())
-        prompt, cue = question_text(sentence, question_position, question_format)
+        before, after = self._text[sentence.start : mention.start], self._text[mention.end : sentence.end]
+        text = " ".join(f"{before}{BLANK}{after}".split())
+        prompt, cue = question_text(text, question_position, question_format)
         budget = context_tokens - ANSWER_TOKENS - len(self._encode(prompt)) - len(self._encode(cue))
-        seed_hash = hash64(f"{mention.start} {sentence}")
-        budget = self._sample_budget(budget, seed_hash)
-        return _GapSentence(sentence_start, mention_index, mention.name_index, prompt, cue, budget, seed_hash)
+        seed_hash = hash64(f"{mention.start} {text}")
+        mention_indices = self._mention_indices(sentence)
+        # A completion ends at the gap, so the names after it stay unseen.
+        end_mention = mention_index + 1 if question_format == "completion" else mention_indices.stop
+        return _GapSentence(
+            sentence_start=sentence.start,
+            mention_index=mention_index,
+            answer_index=mention.name_index,
+            question_names=set(self._mention_names[mention_indices.start : end_mention].tolist()),
+            prompt=prompt,
+            cue=cue,
+            passage_budget=self._sample_budget(budget, seed_hash),
+            seed_hash=seed_hash,
+        )
 
     def _sample_budget(self, budget: int, seed_hash: int) -> int:
         """Return the passage length in tokens: ``budget``, or log-uniform in [min_tokens, budget]."""
@@ -392,51 +413,62 @@ class ClozeDocument:
         """Return the bin of the tokens after a word and before the end of a passage, as a share of the budget."""
         return BINS * (self._tokens_before[end_word] - self._tokens_before[answer_word + 1]) // budget
 
-    def _question(
-        self, gap: _GapSentence, end_word: int, question_names: set[int], in_passage: bool
-    ) -> ClozeQuestion | None:
+    def _question(self, gap: _GapSentence, end_word: int, in_passage: bool) -> ClozeQuestion | None:
         """Return the question on the passage that ends before ``end_word``, or None if it would be too easy.
 
         Args:
             gap: The sentence with the gap.
             end_word: Index of the first word after the passage.
-            question_names: Name indices in the question. They are neither rivals nor guesses.
             in_passage: Whether the sentence is a sentence of the passage itself.
         """
         start_word = self._passage_start_word(end_word, gap.passage_budget)
         if start_word is None or (in_passage and self._word_text_start(start_word) > gap.sentence_start):
             return None
-        mention_names, mention_words = self._mentions_between(start_word, end_word)
-        counts = np.bincount(mention_names, minlength=len(self._names))  # (names,)
-        answer = gap.answer_index
-        if not counts[answer]:
+        passage = self._passage_names(start_word, end_word)
+        others = [n for n in np.unique(passage.mention_names).tolist() if n not in gap.question_names]
+        if not self._has_rivals(passage, gap.answer_index, np.array(others, np.int64)):
             return None
-        last_words = np.full(len(self._names), -1)  # (names,) word_index of each name's last mention, -1 without one
-        last_words[mention_names] = mention_words  # later mentions overwrite earlier ones
-        answer_word = self._mention_words[gap.mention_index] if in_passage else int(last_words[answer])
-        others = np.array([n for n in np.unique(mention_names) if n not in question_names], np.int64)
-        rivals = others[(last_words[others] > last_words[answer]) | (counts[others] >= counts[answer])]
-        if len(rivals) < _MIN_RIVALS:
-            return None
-        candidates = np.sort(np.append(others, answer))  # name indices
-        guesses = {
-            RECENT: candidates[np.argmax(last_words[candidates])],
-            FREQUENT: candidates[np.lexsort((last_words[candidates], counts[candidates]))[-1]],  # ties: the latest
-            RANDOM: candidates[gap.seed_hash % len(candidates)],
-        }
+        guesses = self._guesses(passage, np.array(sorted([*others, gap.answer_index])), gap.seed_hash)
+        unseen = gap.question_names.difference(passage.mention_names.tolist())
+        last_answer_word = int(passage.last_words[gap.answer_index])
+        answer_word = self._mention_words[gap.mention_index] if in_passage else last_answer_word
         return ClozeQuestion(
             passage_start=self._word_text_start(start_word),
             passage_end=self._word_ends[end_word - 1],
             gap_start=self._mentions[gap.mention_index].start,
             prompt=gap.prompt,
             cue=gap.cue,
-            answer=self._names[answer],
-            choices=self._names_in_order(mention_names),
-            question_names=tuple(self._names[n] for n in sorted(question_names.difference(mention_names.tolist()))),
+            answer=self._names[gap.answer_index],
+            choices=self._names_in_order(passage.mention_names),
+            question_names=tuple(self._names[n] for n in sorted(unseen)),
             distance=end_word - 1 - answer_word,
-            guesses={guess: self._names[name_index] for guess, name_index in guesses.items()},
+            guesses=guesses,
             distance_bin=self._distance_bin(answer_word, end_word, gap.passage_budget),
         )
+
+    def _passage_names(self, start_word: int, end_word: int) -> _PassageNames:
+        """Count the names in the words ``start_word`` to ``end_word - 1``."""
+        mention_names, mention_words = self._mentions_between(start_word, end_word)
+        counts = np.bincount(mention_names, minlength=len(self._names))
+        last_words = np.full(len(self._names), -1)
+        last_words[mention_names] = mention_words  # later mentions overwrite earlier ones
+        return _PassageNames(mention_names, counts, last_words)
+
+    def _has_rivals(self, passage: _PassageNames, answer: int, others: np.ndarray) -> bool:
+        """Return whether a passage mentions the answer, and enough ``others`` later or as often (name indices)."""
+        counts, last_words = passage.counts, passage.last_words
+        is_rival = (last_words[others] > last_words[answer]) | (counts[others] >= counts[answer])
+        return bool(counts[answer]) and int(is_rival.sum()) >= _MIN_RIVALS
+
+    def _guesses(self, passage: _PassageNames, candidates: np.ndarray, seed_hash: int) -> dict[str, str]:
+        """Return the names that simple strategies choose among candidates, (candidates,) sorted name indices."""
+        counts, last_words = passage.counts[candidates], passage.last_words[candidates]
+        name_indices = {
+            RECENT: candidates[np.argmax(last_words)],
+            FREQUENT: candidates[np.lexsort((last_words, counts))[-1]],  # ties: the latest
+            RANDOM: candidates[seed_hash % len(candidates)],
+        }
+        return {guess: self._names[name_index] for guess, name_index in name_indices.items()}
 
     def _mentions_between(self, start_word: int, end_word: int) -> tuple[np.ndarray, np.ndarray]:
         """Return name indices and word indices, each (mentions,), of the mentions in the words start to end - 1."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.documents import Document, SourceFile
@@ -293,13 +293,14 @@ def prepare_cloze(options: ClozeOptions, say: Callable[[str], None] = print) -> 
         vocab_from=options.vocab_from,
     )
     texts.check()
-    tokenizer_kind, _ = find_vocabulary(options.vocab_from, None) or ("", {})  # None only if no folder is given
+    vocabulary = find_vocabulary(options.vocab_from, None)
+    assert vocabulary is not None  # None only if no folder is given
     check_out(options.out)
     held_out = HeldOutDocuments(options.vocab_from)
     documents, split_settings = held_out.documents(texts)
     if warning := held_out.warning(documents.digest):
         say(warning)
-    sampler = _QuestionSampler(options, documents, load_encoder(tokenizer_kind, options.vocab_from), say, held_out)
+    sampler = _QuestionSampler(options, documents, load_encoder(vocabulary.kind, options.vocab_from), say, held_out)
     contexts = dict.fromkeys(map(options.context_tokens, SPLITS))  # the different lengths, in order
     pending = PendingSet(
         name=options.out.name,
@@ -342,8 +343,12 @@ class _SplitStats:
     names: int = 0
 
 
-# The questions of a split and bin with the smallest hashes: (-hash, index of the document in the split, question).
-_Heap = list[tuple[int, int, ClozeQuestion]]
+class _HeapEntry(NamedTuple):
+    """A question among those with the smallest hashes of its split and bin; heapq finds the smallest entry."""
+
+    negative_hash: int
+    document_index: int  # within the split
+    question: ClozeQuestion
 
 
 class _QuestionSampler:
@@ -406,7 +411,7 @@ class _QuestionSampler:
     def _choose(self) -> None:
         """Fill ``_chosen`` and ``_name_counts`` in one pass over the documents."""
         stats = {split: _SplitStats() for split in SPLITS}
-        heaps: dict[tuple[str, int], _Heap] = defaultdict(list)  # by split and bin of distance
+        heaps: dict[tuple[str, int], list[_HeapEntry]] = defaultdict(list)  # by split and bin of distance
         with Progress("looking for questions", "documents", self._count_documents()) as progress:
             for split, document in self._documents:
                 self._read_document(split, document, stats[split], heaps)
@@ -416,12 +421,12 @@ class _QuestionSampler:
             self._check_quotas(split, stats[split], [len(heap) for heap in heaps_of_split])
             chosen: dict[int, list[ClozeQuestion]] = defaultdict(list)
             for heap in heaps_of_split:
-                for _, document_index, question in heap:
-                    chosen[document_index].append(question)
+                for entry in heap:
+                    chosen[entry.document_index].append(entry.question)
             self._chosen[split] = chosen
 
     def _read_document(
-        self, split: str, document: Document, stats: _SplitStats, heaps: Mapping[tuple[str, int], _Heap]
+        self, split: str, document: Document, stats: _SplitStats, heaps: Mapping[tuple[str, int], list[_HeapEntry]]
     ) -> None:
         """Add the questions of a document to the heaps, and count the document and its names."""
         options = self._options
@@ -436,12 +441,11 @@ class _QuestionSampler:
         quotas = bin_quotas(options.question_count(split))
         for question in questions:
             heap = heaps[split, question.distance_bin]
-            entry = (-self._question_hash(document, question), stats.documents, question)
+            entry = _HeapEntry(-self._question_hash(document, question), stats.documents, question)
             if len(heap) < quotas[question.distance_bin]:
                 heapq.heappush(heap, entry)
             else:
-                # Drops the smallest entry, which is the one with the largest hash.
-                heapq.heappushpop(heap, entry)
+                heapq.heappushpop(heap, entry)  # drops the smallest entry, which is the one with the largest hash
         stats.documents += 1
         stats.longest = max(stats.longest, indexed.token_count)
         stats.names += len(indexed.names)
@@ -481,27 +485,29 @@ class _QuestionSampler:
 
     def _check_quotas(self, split: str, stats: _SplitStats, bin_counts: list[int]) -> None:
         """Raise UserError if a bin of distance has fewer questions than its quota."""
-        tokens = self._options.context_tokens(split)
         quotas = bin_quotas(self._options.question_count(split))
         short_bins = [i for i, (count, quota) in enumerate(zip(bin_counts, quotas, strict=True)) if count < quota]
-        if not short_bins:
-            return
+        if short_bins:
+            worst = min(short_bins, key=bin_counts.__getitem__)
+            raise self._quota_error(split, stats, worst, bin_counts[worst], quotas[worst])
+
+    def _quota_error(self, split: str, stats: _SplitStats, distance_bin: int, count: int, quota: int) -> UserError:
+        """Return the error for a bin of distance that has ``count`` questions instead of ``quota``."""
+        tokens = self._options.context_tokens(split)
         tokens_flag = "--tokens" if split == "train" or self._options.valid_tokens is None else "--valid-tokens"
         if stats.longest < tokens:
             longest = f"its longest document has {stats.longest} tokens"
-            raise UserError(f"the {split} split has no passage of {tokens} tokens, {longest}: use fewer {tokens_flag}")
+            return UserError(f"the {split} split has no passage of {tokens} tokens, {longest}: use fewer {tokens_flag}")
         if not stats.names:
             definition = "of words that are capitalised within sentences and hardly ever in lower case"
-            raise UserError(f"the {split} split has no names, {definition}: give other texts, such as novels")
-        worst = min(short_bins, key=bin_counts.__getitem__)
-        percent = " to ".join(f"{100 * edge / BINS:g}" for edge in (worst, worst + 1))
-        problem = f"has {bin_counts[worst]} questions with the answer {percent} % of the passage back"
-        questions_flag = "--questions" if split == "train" else "--valid-questions"
-        possible = BINS * bin_counts[worst]
-        remedy = f"use {questions_flag} {possible} or give it more text"
-        if not possible:
-            remedy = f"give it more text or use fewer {tokens_flag}"
-        raise UserError(f"the {split} split {problem}, not {quotas[worst]}: {remedy}")
+            return UserError(f"the {split} split has no names, {definition}: give other texts, such as novels")
+        percent = " to ".join(f"{100 * edge / BINS:g}" for edge in (distance_bin, distance_bin + 1))
+        problem = f"has {count} questions with the answer {percent} % of the passage back, not {quota}"
+        remedy = f"give it more text or use fewer {tokens_flag}"
+        if count:
+            questions_flag = "--questions" if split == "train" else "--valid-questions"
+            remedy = f"use {questions_flag} {BINS * count} or give it more text"
+        return UserError(f"the {split} split {problem}: {remedy}")
 
 
 def _text(document: Document) -> str:

@@ -20,7 +20,7 @@ from fairseq_rpe.questions.cloze import (
     seeded_generator,
 )
 
-_ATTEMPTS = 16  # to draw names that take no more tokens than the context has
+_ATTEMPTS = 16  # draws of names, until the question takes no more tokens than the context has
 NEEDLE = "The keeper of the key is"  # followed by a name that the passage does not mention elsewhere
 NEEDLE_NAMES = 64  # most frequent names of the training texts: so few that a small model soon knows them all
 
@@ -73,16 +73,21 @@ class NamePermutation:
     def _draw(self, names: list[str], seed_text: str) -> Iterator[Mapping[str, str]]:
         """Yield new names by old name, each of as many tokens as the old one, or else of fewer."""
         for attempt in range(_ATTEMPTS):
-            generator, used, new_names = seeded_generator(f"{seed_text}\0{attempt}"), set[str](), {}
+            generator = seeded_generator(f"{seed_text}\0{attempt}")
+            new_names: dict[str, str] = {}
             for name in names:
-                sizes = range(self._name_size(name), 0, -1)
-                unused = ([n for n in self._names_by_size.get(k, ()) if n not in used and n != name] for k in sizes)
-                candidates = next((names for names in unused if names), None)
-                if candidates is None:
+                candidates = self._longest_unused({name, *new_names.values()}, self._name_size(name))
+                if not candidates:
                     return
                 new_names[name] = candidates[int(generator.integers(len(candidates)))]
-                used.add(new_names[name])
             yield new_names
+
+    def _longest_unused(self, used: set[str], max_size: int) -> list[str]:
+        """Return the names of equal size that are not used, of the largest size up to ``max_size`` that has any."""
+        for size in range(max_size, 0, -1):
+            if unused := [name for name in self._names_by_size.get(size, ()) if name not in used]:
+                return unused
+        return []
 
     def _name_size(self, name: str) -> int:
         """Return the tokens of a name after a space and after a quotation mark, where tokenizers cut differently."""
@@ -132,7 +137,7 @@ class NeedleDocument(ClozeDocument):
         max_budget = context_tokens - 2 * (ANSWER_TOKENS + len(self._encode(cue)))
         sentences = self.sentences()
         sentence_end_words = self._end_words(sentences)
-        for sentence_start, _ in sentences:
+        for sentence_start in (sentence.start for sentence in sentences):
             needle_word = bisect_left(self._word_ends, sentence_start + 1)
             seed_hash = hash64(f"{sentence_start} {NEEDLE}")
             budget = self._sample_budget(max_budget, seed_hash)

@@ -7,7 +7,7 @@ without end symbol), ``SPLIT.rows.jsonl`` with the items of each question, and t
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -232,15 +232,15 @@ class QuestionRows(Sequence[QuestionRow]):
     def __init__(self, folder: Path, split: str, kind: str) -> None:
         self._path, self._folder, self._kind = folder / f"{split}.rows.jsonl", folder, kind
         self._ids, sizes = map_split(folder, split)
-        self._ends = np.cumsum(sizes, dtype=np.int64)  # (items,) in tokens
+        self._item_ends = np.cumsum(sizes, dtype=np.int64)  # (items,) in tokens
         self.sizes = sizes
         if not self._path.stat().st_size:
             raise UserError(f"{self._path} is empty: prepare {folder} again")
-        self._lines = np.asarray(np.memmap(self._path, np.uint8, "r"))
-        self._breaks = np.flatnonzero(self._lines == ord("\n"))  # (questions,) in bytes
+        self._content = np.asarray(np.memmap(self._path, np.uint8, "r"))  # (bytes,)
+        self._line_ends = np.flatnonzero(self._content == ord("\n"))  # (questions,) in bytes
 
     def __len__(self) -> int:
-        return len(self._breaks)
+        return len(self._line_ends)
 
     @overload
     def __getitem__(self, index: int) -> QuestionRow: ...
@@ -250,12 +250,14 @@ class QuestionRows(Sequence[QuestionRow]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         number = range(len(self))[index]  # also from the end, if negative
-        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in self._read(number).items()}
-        return QuestionRow(**{key: value for key, value in values.items() if key in _ROW_FIELDS})
+        values = {key: value for key, value in self._read(number).items() if key in _ROW_FIELDS}
+        tuples = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        return QuestionRow(**values | tuples)
 
     def _read(self, number: int) -> dict[str, Any]:
-        start = self._breaks[number - 1] + 1 if number else 0
-        return parse_json_object(self._lines[start : self._breaks[number]].tobytes(), self._path, _AGAIN, number + 1)
+        start = self._line_ends[number - 1] + 1 if number else 0
+        line = self._content[start : self._line_ends[number]].tobytes()
+        return parse_json_object(line, self._path, _AGAIN, number + 1)
 
     def check(self, sets: Mapping[str, "SetInfo"]) -> None:
         """Check types, items, set and id of every question, and the number of questions of each set.
@@ -268,27 +270,34 @@ class QuestionRows(Sequence[QuestionRow]):
         Raises:
             UserError: A line or a number is wrong; the message names file and line.
         """
-        split, lines, counts = self._path.name.partition(".")[0], dict[tuple[str, str], int](), Counter[str]()
+        split = self._path.name.partition(".")[0]
+        first_numbers = dict[tuple[str, str], int]()  # by set and id
+        counts = Counter[str]()  # questions by set
+        sets_of_split = [name for name, info in sets.items() if split in info.splits]
         for number in range(len(self)):
-            source = f"{self._path} line {number + 1}"
+            line = f"{self._path} line {number + 1}"
             row = records.read_record(
-                QuestionRow, self._read(number), source, "the question", strict=False, remedy=_AGAIN
+                QuestionRow, self._read(number), line, "the question", strict=False, remedy=_AGAIN
             )
-            source += f": question '{row.id}'"
-            if (last := max(row.items())) >= len(self.sizes):
-                raise UserError(f"{source} names text {last}, but there are {len(self.sizes)}: {_AGAIN}")
-            if row.set not in sets or split not in sets[row.set].splits:
-                raise UserError(
-                    f"{source} is of the set '{row.set}', which {QUESTIONS_MANIFEST} does not describe: {_AGAIN}"
-                )
-            if (first := lines.setdefault((row.set, row.id), number)) != number:
+            source = f"{line}: question '{row.id}'"
+            self._check_row(row, source, sets_of_split)
+            if (first := first_numbers.setdefault((row.set, row.id), number)) != number:
                 raise UserError(f"{source} has the id of line {first + 1}: {_AGAIN}")
-            if row.prompt is row.document is row.cue is None:
-                raise UserError(f"{source} has neither a prompt nor a document nor a cue: {_AGAIN}")
             counts[row.set] += 1
-        for name, info in sets.items():
-            if split in info.splits and counts[name] != (expected := info.splits[split].questions):
+        for name in sets_of_split:
+            if counts[name] != (expected := sets[name].splits[split].questions):
                 raise UserError(f"{self._path} has {counts[name]} questions of {name}, not {expected}: {_AGAIN}")
+
+    def _check_row(self, row: QuestionRow, source: str, sets: Collection[str]) -> None:
+        """Check the texts and the set of a question; ``sets`` are the sets that have the split."""
+        if (last := max(row.items())) >= len(self.sizes):
+            raise UserError(f"{source} names text {last}, but there are {len(self.sizes)}: {_AGAIN}")
+        if row.set not in sets:
+            raise UserError(
+                f"{source} is of the set '{row.set}', which {QUESTIONS_MANIFEST} does not describe: {_AGAIN}"
+            )
+        if row.prompt is row.document is row.cue is None:
+            raise UserError(f"{source} has neither a prompt nor a document nor a cue: {_AGAIN}")
 
     def __iter__(self) -> Iterator[QuestionRow]:
         return (self[i] for i in range(len(self)))
@@ -297,7 +306,7 @@ class QuestionRows(Sequence[QuestionRow]):
         """Return the (tokens,) ids of an item, a read-only memory map; empty for None."""
         if item is None:
             return self._ids[:0]
-        end = self._ends[item]
+        end = self._item_ends[item]
         return self._ids[end - self.sizes[item] : end]
 
     def text(self, item: int | None) -> str:
@@ -312,7 +321,7 @@ class QuestionRows(Sequence[QuestionRow]):
         return text.replace("\ufffd", "\ufffd ").replace(" \n", "\n").removesuffix(" ")
 
     def lengths(self, row: QuestionRow) -> tuple[int, int]:
-        """Return the tokens of prompt and cue together, and of the document, from the index alone."""
+        """Return the tokens of prompt and cue together, and the tokens of the document, without reading any text."""
         prompt, document, cue = (0 if i is None else int(self.sizes[i]) for i in (row.prompt, row.document, row.cue))
         return prompt + cue, document
 

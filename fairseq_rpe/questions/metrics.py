@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -180,8 +180,22 @@ def _rgm(items: Sequence[AnsweredQuestion]) -> float:
     return float((_rouge1(items) * _rouge2(items) * _rouge_l(items)) ** (1 / 3))
 
 
-def _classes(items: Sequence[AnsweredQuestion], metric: str) -> tuple[list[int], list[int], int]:
-    """Return the right classes, the predicted classes, and the number of classes."""
+class _Classes(NamedTuple):
+    """The answers of a classification as numbers.
+
+    Attributes:
+        right: Right class of each question.
+        predicted: Predicted class of each question; ``_INVALID`` if the prediction is none of the choices.
+        num_classes: Number of classes.
+    """
+
+    right: list[int]
+    predicted: list[int]
+    num_classes: int
+
+
+def _classes(items: Sequence[AnsweredQuestion], metric: str) -> _Classes:
+    """Return the classes of questions; raise UserError if their choices do not suit the metric."""
     choices = [normalize_whitespace(choice) for choice in items[0].choices]
     if any([normalize_whitespace(c) for c in item.choices] != choices for item in items):
         raise UserError(
@@ -202,7 +216,8 @@ def _classes(items: Sequence[AnsweredQuestion], metric: str) -> tuple[list[int],
     if _INVALID in right:
         wrong = items[right.index(_INVALID)].answers[0]
         raise UserError(f"{metric}: the answer '{wrong[:40]}' is none of its choices: prepare the set again")
-    return right, [class_of.get(normalize_whitespace(item.prediction), _INVALID) for item in items], len(choices)
+    predicted = [class_of.get(normalize_whitespace(item.prediction), _INVALID) for item in items]
+    return _Classes(right, predicted, len(choices))
 
 
 def _all_equal(values: Sequence[float]) -> bool:
@@ -227,6 +242,7 @@ def _binary_f1(items: Sequence[AnsweredQuestion], metric: str = "binary_f1") -> 
     from sklearn.metrics import f1_score
 
     right, predicted, _ = _classes(items, metric)
+    # A prediction that is not a choice is the wrong class, of the two.
     predicted = [1 - r if p == _INVALID else p for r, p in zip(right, predicted, strict=True)]
     return 100 * float(f1_score(right, predicted, zero_division=0))
 
@@ -234,8 +250,9 @@ def _binary_f1(items: Sequence[AnsweredQuestion], metric: str = "binary_f1") -> 
 def _macro_f1(items: Sequence[AnsweredQuestion]) -> float:
     from sklearn.metrics import f1_score
 
-    right, predicted, count = _classes(items, "macro_f1")
-    return 100 * float(f1_score(right, predicted, labels=list(range(count)), average="macro", zero_division=0))
+    right, predicted, num_classes = _classes(items, "macro_f1")
+    labels = list(range(num_classes))  # without _INVALID
+    return 100 * float(f1_score(right, predicted, labels=labels, average="macro", zero_division=0))
 
 
 def _f1a(items: Sequence[AnsweredQuestion]) -> float:
@@ -243,11 +260,11 @@ def _f1a(items: Sequence[AnsweredQuestion]) -> float:
 
 
 def _group_em(items: Sequence[AnsweredQuestion]) -> float:
-    groups: defaultdict[tuple[str, int], bool] = defaultdict(lambda: True)
+    is_right: defaultdict[tuple[str, int], bool] = defaultdict(lambda: True)  # by group
     for i, item in enumerate(items):
-        key = (item.group, 0) if item.group else ("", i)
-        groups[key] &= normalize_whitespace(item.prediction) in map(normalize_whitespace, item.answers)
-    return 100 * sum(groups.values()) / len(groups)
+        key = (item.group, 0) if item.group else ("", i)  # a question without a group is a group by itself
+        is_right[key] &= normalize_whitespace(item.prediction) in map(normalize_whitespace, item.answers)
+    return 100 * sum(is_right.values()) / len(is_right)
 
 
 def _parse_number(text: str) -> float:
@@ -349,10 +366,11 @@ def partial_sums(metric: str, items: Sequence[AnsweredQuestion], groups: Sequenc
         float64 [questions, sum of each mean]; for ``group_em`` (2, count): questions and wrong answers by group.
     """
     if metric == _GROUPED:
-        sums_by_group = np.zeros((2, count))
+        questions, wrong = np.zeros(count), np.zeros(count)  # (groups,)
         for item, group in zip(items, groups, strict=True):
-            sums_by_group[:, group] += (1, score("accuracy", [item]) < 100)
-        return sums_by_group
+            questions[group] += 1
+            wrong[group] += score("accuracy", [item]) < 100
+        return np.stack([questions, wrong])
     sums = [sum(score(mean, [item]) for item in items) for mean in _MEANS[metric]]
     return np.array([len(items), *sums], np.float64)
 
@@ -366,7 +384,8 @@ def metric_from_sums(metric: str, total: np.ndarray) -> float | None:
     if metric == _GROUPED:
         questions, wrong = total
         return 100 * float((wrong[questions > 0] == 0).mean()) if questions.any() else None
-    if not total[0]:
+    questions, *sums = total
+    if not questions:
         return None
-    means = total[1:] / total[0]
-    return float(means.prod() ** (1 / len(means)))
+    means = np.array(sums) / questions
+    return float(means.prod() ** (1 / len(means)))  # the geometric mean: of one value, the value itself

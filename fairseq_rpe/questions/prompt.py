@@ -107,18 +107,33 @@ def check_token_budget(tokens: int, budget: int, question_id: str, set_name: str
     return budget - tokens
 
 
-@dataclass
-class _LongestPrompt:
-    """The most tokens that questions of a set need, and the ids of these questions.
+@dataclass(frozen=True)
+class _PromptSize:
+    """Tokens of a question that are never truncated.
 
     Attributes:
-        fixed: Tokens of prompt and cue, which are never truncated; id.
-        with_choice: Tokens of prompt, cue and longest choice; tokens of prompt and cue of that question; id.
+        question_id: Identifier of the question.
+        fixed: Tokens of prompt and cue.
+        choice: Tokens of the longest choice; 0 without choices.
+    """
+
+    question_id: str
+    fixed: int = 0
+    choice: int = 0
+
+
+@dataclass
+class _LongestPrompts:
+    """The questions of a set that need the most tokens.
+
+    Attributes:
+        fixed: The question with the longest prompt and cue.
+        with_choice: The question with the longest prompt, cue and choice.
         without_choices: Id of the first question that has no choices.
     """
 
-    fixed: tuple[int, str] = (0, "")
-    with_choice: tuple[int, int, str] = (0, 0, "")
+    fixed: _PromptSize = _PromptSize("")
+    with_choice: _PromptSize = _PromptSize("")
     without_choices: str | None = None
 
 
@@ -150,18 +165,16 @@ def check_lengths(
         longest = info.splits[split].longest  # with the document; 0 if it is not recorded
         if not compare_choices and longest and all(longest <= budget for budget in budgets):
             continue
-        longest_prompt = _longest_prompts(folder.folder, split, _file_stamps(folder.folder, split))[name]
-        if compare_choices and longest_prompt.without_choices is not None:
+        prompts = _longest_prompts(folder.folder, split, _file_stamps(folder.folder, split))[name]
+        if compare_choices and prompts.without_choices is not None:
             remedy = "use --answer-mode generation, in a recipe question_config.answer_mode"
-            question_id = longest_prompt.without_choices
-            raise UserError(f"question '{question_id}' of {name} has no choices to compare: {remedy}")
+            raise UserError(f"question '{prompts.without_choices}' of {name} has no choices to compare: {remedy}")
         for length, budget in zip(lengths, budgets, strict=True):
-            tokens, question_id = longest_prompt.fixed
-            check_token_budget(tokens, budget, question_id, name)
-            with_choice, tokens, question_id = longest_prompt.with_choice
+            check_token_budget(prompts.fixed.fixed, budget, prompts.fixed.question_id, name)
             if compare_choices:
+                size = prompts.with_choice
                 # The last token of a choice is predicted, not read.
-                check_token_budget(tokens, length - 1 - (with_choice - tokens), question_id, name)
+                check_token_budget(size.fixed, length - 1 - size.choice, size.question_id, name)
 
 
 def _file_stamps(folder: Path, split: str) -> tuple[int, ...]:
@@ -172,16 +185,18 @@ def _file_stamps(folder: Path, split: str) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _longest_prompts(folder: Path, split: str, _: tuple[int, ...]) -> dict[str, _LongestPrompt]:
+def _longest_prompts(folder: Path, split: str, _: tuple[int, ...]) -> dict[str, _LongestPrompts]:
     """Return the longest prompts by set. Cached, because a sweep checks the same folder for each run."""
-    by_set: dict[str, _LongestPrompt] = {}
+    by_set: dict[str, _LongestPrompts] = {}
     rows = load_dataset(folder).split(split)
     for row in rows:
-        longest = by_set.setdefault(row.set, _LongestPrompt())
-        tokens = rows.lengths(row)[0]
-        choice = max((int(rows.sizes[item]) for item in row.choices), default=0)
-        longest.fixed = max(longest.fixed, (tokens, row.id), key=lambda entry: entry[0])
-        longest.with_choice = max(longest.with_choice, (tokens + choice, tokens, row.id), key=lambda entry: entry[0])
+        longest = by_set.setdefault(row.set, _LongestPrompts())
+        fixed, _document = rows.lengths(row)
+        size = _PromptSize(row.id, fixed, max((int(rows.sizes[item]) for item in row.choices), default=0))
+        if size.fixed > longest.fixed.fixed:
+            longest.fixed = size
+        if size.fixed + size.choice > longest.with_choice.fixed + longest.with_choice.choice:
+            longest.with_choice = size
         if not row.choices and longest.without_choices is None:
             longest.without_choices = row.id
     return by_set

@@ -66,11 +66,12 @@ class PromptAnswerDataset(FairseqDataset):
         if not samples:
             return {}
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
-        source = data_utils.collate_tokens([s["row"][:-1] for s in samples], pad, eos)
-        target = data_utils.collate_tokens([s["row"][1:] for s in samples], pad, eos)
-        lengths = torch.tensor([len(s["row"]) - 1 for s in samples])
-        starts = torch.tensor([s["prompt"] - 1 for s in samples])
-        positions = torch.arange(source.shape[1])
+        source = data_utils.collate_tokens([s["row"][:-1] for s in samples], pad, eos)  # (B, T)
+        target = data_utils.collate_tokens([s["row"][1:] for s in samples], pad, eos)  # (B, T)
+        lengths = torch.tensor([len(s["row"]) - 1 for s in samples])  # (B,)
+        # Target t is token t + 1 of a row, so the answer begins at the target of the prompt's last token.
+        starts = torch.tensor([s["prompt"] - 1 for s in samples])  # (B,)
+        positions = torch.arange(source.shape[1])  # (T,)
         return {
             "id": torch.tensor([s["id"] for s in samples]),
             "nsentences": len(samples),

@@ -76,10 +76,10 @@ def document_slices(ends: np.ndarray, length: int) -> np.ndarray:
         (blocks, 2) int64: first and last token (exclusive) of each block, in the order of the text.
     """
     starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
-    blocks = -(-(ends - starts) // length)  # per document
-    number = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)  # within its document
-    first = np.repeat(starts, blocks) + number * length
-    return np.stack([first, np.minimum(first + length, np.repeat(ends, blocks))], axis=1).astype(np.int64)
+    num_blocks = -(-(ends - starts) // length)  # (documents,), rounded up
+    first = np.repeat(starts, num_blocks) + corpus.enumerate_groups(num_blocks) * length  # (blocks,)
+    last = np.minimum(first + length, np.repeat(ends, num_blocks))
+    return np.stack([first, last], axis=1).astype(np.int64)
 
 
 class SeparateDocuments(MonolingualDataset):
@@ -200,28 +200,36 @@ class RPELanguageModelingTask(LanguageModelingTask):
         Raises:
             UserError: there is no such split, or the ends of its documents are not recorded.
         """
-        args, paths = self.args, utils.split_paths(self.args.data)
+        paths = utils.split_paths(self.args.data)
         path = os.path.join(paths[(epoch - 1) % len(paths)], split)
-        if args.blocks == "stream":
-            super().load_dataset(split, epoch, combine, **kwargs)
-            if args.separate_documents:
-                stream = self.datasets[split]
-                self.datasets[split] = SeparateDocuments(
-                    stream.dataset,
-                    read_document_ends(path, combine),
-                    stream.vocab,
-                    tgt_vocab=stream.tgt_vocab,
-                    targets=stream.targets,
-                    fixed_pad_length=stream.fixed_pad_length,
-                    pad_to_bsz=stream.pad_to_bsz,
-                )
+        if self.args.blocks == "document":
+            self.datasets[split] = self._load_document_blocks(path, split, combine)
             return
+        super().load_dataset(split, epoch, combine, **kwargs)
+        if self.args.separate_documents:
+            self.datasets[split] = self._separate_documents(self.datasets[split], path, combine)
+
+    def _separate_documents(self, stream: MonolingualDataset, path: str, combine: bool) -> SeparateDocuments:
+        """Add the document number of each token to fairseq's dataset of a split."""
+        return SeparateDocuments(
+            stream.dataset,
+            read_document_ends(path, combine),
+            stream.vocab,
+            tgt_vocab=stream.tgt_vocab,
+            targets=stream.targets,
+            fixed_pad_length=stream.fixed_pad_length,
+            pad_to_bsz=stream.pad_to_bsz,
+        )
+
+    def _load_document_blocks(self, path: str, split: str, combine: bool) -> MonolingualDataset:
+        """Load blocks within documents, with the options that fairseq's own task gives its dataset."""
+        args = self.args
         try:
             blocks = load_document_blocks(path, self.dictionary, args.tokens_per_sample, combine)
         except FileNotFoundError:
             raise UserError(f"data {args.data}: no split '{split}' there (no {split}.idx)") from None
         rows = args.batch_size_valid if "valid" in split else args.batch_size
-        self.datasets[split] = MonolingualDataset(
+        return MonolingualDataset(
             blocks,
             blocks.sizes,
             self.dictionary,

@@ -25,7 +25,8 @@ from fairseq_rpe.questions.prompt import TRUNCATE, check_truncate
 from fairseq_rpe.tasks.question_dataset import QuestionAnswerDataset, score_group
 
 logger = logging.getLogger(__name__)
-_SUMS, _SCORE = "_answers_", "answers_"
+# Prefixes of a set's name in fairseq's log: of its partial sums, which are not shown, and of its score.
+_SUMS_PREFIX, _SCORE_PREFIX = "_answers_", "answers_"
 
 # no `X | None` and no postponed annotations here: fairseq's parser reads these annotations at run time
 
@@ -138,11 +139,16 @@ class QuestionAnsweringTask(FairseqTask):
         Raises:
             UserError: the folder has no such split, or a question does not fit.
         """
-        is_training = split == self.cfg.train_subset
-        rows, length = self.prepared.split(split), self.cfg.tokens_per_sample
-        mixture = self.cfg.mixture if is_training else None
+        rows = self.prepared.split(split)
         self.datasets[split] = QuestionAnswerDataset(
-            split, rows, self.prepared.sets, self._dictionary, length, self.cfg.truncate, mixture, self.cfg.seed
+            split,
+            rows,
+            sets=self.prepared.sets,
+            dictionary=self._dictionary,
+            length=self.cfg.tokens_per_sample,
+            truncate=self.cfg.truncate,
+            mixture=self.cfg.mixture if split == self.cfg.train_subset else None,
+            seed=self.cfg.seed,
         )
         logger.info(f"loaded {len(rows):,} examples from: {self.cfg.data}/{split}")
 
@@ -162,6 +168,7 @@ class QuestionAnsweringTask(FairseqTask):
         return model
 
     def _check_scores(self) -> None:
+        """Check that generated answers can be scored; warn of sets whose metric is no mean over questions."""
         sets = self.prepared.sets
         scored = _scored_sets(sets)
         check_metrics(*(sets[name].published for name in scored))
@@ -179,6 +186,7 @@ class QuestionAnsweringTask(FairseqTask):
         return super().get_batch_iterator(dataset, *args, **kwargs)
 
     def _check_finetuning(self, first: checkpoint.Checkpoint, length: Optional[int]) -> None:
+        """Check the vocabulary of the checkpoint to fine-tune; warn if the encodings get another training length."""
         checkpoint.check_vocabulary(first, self._dictionary.symbols, self.cfg.data)
         trained_length, length = first.train_length(), length or self.cfg.tokens_per_sample
         if trained_length and trained_length != length:
@@ -193,33 +201,40 @@ class QuestionAnsweringTask(FairseqTask):
         return loss, size, {**log, **self._partial_scores(sample, model)} if self.cfg.eval_answers else log
 
     def _partial_scores(self, sample: Any, model: Any) -> dict[str, Any]:
+        """Return the partial sums of the scores of each set, by their names in fairseq's log."""
         data = self._validated
         assert data is not None
         rows_of_set: dict[str, list[int]] = {name: [] for name in _scored_sets(data.sets)}
         # a process without validation rows left gets a batch of training rows, whose log fairseq ignores
         for index in sample["id"].tolist() if sample["split"] == data.split else ():
             rows_of_set.get(data.question(index).set, []).append(index)
-        sums = {}
-        for name, indices in rows_of_set.items():
-            info, groups = data.sets[name], data.groups[name]
-            prompts = [row[:prompt].tolist() for row, prompt in map(data.row, indices)]
-            max_new_tokens, length = info.answer_tokens, self.cfg.tokens_per_sample
-            answers = greedy_search(model, prompts, max_new_tokens, length) if prompts else []
-            items, group_numbers = [], []
-            for row, tokens in zip(map(data.question, indices), answers, strict=True):
-                items.append(data.rows.with_prediction(row, data.rows.decode(tokens).strip()))
-                group_numbers.append(groups[score_group(row)])
-            sums[_SUMS + name] = torch.from_numpy(partial_sums(info.published, items, group_numbers, len(groups)))
-        return sums
+        return {
+            _SUMS_PREFIX + name: torch.from_numpy(self._sum_scores(data, name, rows, model))
+            for name, rows in rows_of_set.items()
+        }
+
+    def _sum_scores(self, data: QuestionAnswerDataset, name: str, rows: list[int], model: Any) -> np.ndarray:
+        """Answer questions of one set, and return the partial sums of its metric; of no questions they are 0."""
+        info, groups = data.sets[name], data.groups[name]
+        prompts = [tokens[:prompt_length].tolist() for tokens, prompt_length in map(data.row, rows)]
+        # every set has sums in every batch, because fairseq adds up the logs of all processes by name
+        answers = greedy_search(model, prompts, info.answer_tokens, self.cfg.tokens_per_sample) if prompts else []
+        items, group_numbers = [], []
+        for question, tokens in zip(map(data.question, rows), answers, strict=True):
+            items.append(data.rows.with_prediction(question, data.rows.decode(tokens).strip()))
+            group_numbers.append(groups[score_group(question)])
+        return partial_sums(info.published, items, group_numbers, len(groups))
 
     def reduce_metrics(self, logging_outputs: Any, criterion: Any) -> None:
         """Log the values of the criterion and the scores of generated answers."""
         super().reduce_metrics(logging_outputs, criterion)
-        for key in (key for key in (logging_outputs or [{}])[0] if key.startswith(_SUMS)):
-            name, total = key.removeprefix(_SUMS), sum(log[key] for log in logging_outputs if key in log)
-            metric = self.prepared.sets[name].published
-            metrics.log_custom(partial(_Score, metric), _SCORE + name, total.cpu().numpy(), priority=15)
-            metrics.log_derived("answers", _mean_score, priority=14)
+        for key in logging_outputs[0] if logging_outputs else ():
+            if key.startswith(_SUMS_PREFIX):
+                name = key.removeprefix(_SUMS_PREFIX)
+                total = sum(log[key] for log in logging_outputs if key in log).cpu().numpy()
+                make_meter = partial(_Score, self.prepared.sets[name].published)
+                metrics.log_custom(make_meter, _SCORE_PREFIX + name, total, priority=15)
+                metrics.log_derived("answers", _mean_score, priority=14)
 
     @property
     def source_dictionary(self) -> Dictionary:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from fairseq.data import Dictionary
@@ -23,6 +23,22 @@ def score_group(row: QuestionRow) -> str:
     return row.group or f"\0{row.id}"
 
 
+class _Row(NamedTuple):
+    """A question with one of its answers.
+
+    Attributes:
+        question: number of the question in the split.
+        answer: index of the answer among those of the question.
+        set: name of the question's set.
+        tokens: tokens of prompt and answer, after truncation, without the end.
+    """
+
+    question: int
+    answer: int
+    set: str
+    tokens: int
+
+
 class QuestionAnswerDataset(PromptAnswerDataset):
     """Questions with their answers, truncated to a number of tokens.
 
@@ -38,7 +54,7 @@ class QuestionAnswerDataset(PromptAnswerDataset):
         length: most tokens of a row, the answer and its end included.
         truncate: where a document that is too long is truncated: end, start or middle.
         mixture: as for :func:`mixture_weights`; None for validation.
-        seed: of the sampling of rows.
+        seed: seed of the sampling of rows.
 
     Raises:
         UserError: a question does not fit into ``length`` tokens, or the mixture is wrong.
@@ -66,28 +82,38 @@ class QuestionAnswerDataset(PromptAnswerDataset):
 
     def _measure_rows(self, length: int) -> None:
         """Compute the length of every row without reading its text."""
-        answers, sizes, row_sets, lost = [], [], [], []
-        long_answers, set_numbers = 0, {name: number for number, name in enumerate(self.sets)}
-        for number, row in enumerate(self.rows):
-            fixed, document = self.rows.lengths(row)  # tokens of prompt and cue, and of the document
-            budget = check_token_budget(fixed, self.token_budgets[row.set], row.id)
-            max_answer = self.max_answer_tokens[row.set]
-            read = fixed + min(budget, document)
-            if not read:
-                raise UserError(f"question '{row.id}' has nothing to read at {length} tokens: leave it out")
-            lost.append(max(0, document - budget))
-            for index, answer in enumerate(row.answers if self.mixture is not None else row.answers[:1]):
-                size = int(self.rows.sizes[answer])
-                long_answers += size > max_answer
-                answers.append((number, index))
-                sizes.append(read + min(size, max_answer))
-                row_sets.append(set_numbers[row.set])
-        self._answers, self.sizes = np.array(answers, np.int64).reshape(-1, 2), np.array(sizes, np.int64)
-        sets = np.array(row_sets, np.int64)
-        self._rows_of_set = {name: np.flatnonzero(sets == number) for name, number in set_numbers.items()}
-        self._log_lengths(length, np.array(lost, np.int64), long_answers)
+        rows: list[_Row] = []
+        lost_tokens = []  # of each question
+        long_answers = 0
+        for number, question in enumerate(self.rows):
+            read, lost = self._measure_prompt(question, length)
+            lost_tokens.append(lost)
+            max_answer = self.max_answer_tokens[question.set]
+            for answer_index, answer in enumerate(
+                question.answers if self.mixture is not None else question.answers[:1]
+            ):
+                answer_tokens = int(self.rows.sizes[answer])
+                long_answers += answer_tokens > max_answer
+                rows.append(_Row(number, answer_index, question.set, read + min(answer_tokens, max_answer)))
+        self._question_numbers = np.array([row.question for row in rows], np.int64)
+        self._answer_indices = np.array([row.answer for row in rows], np.int64)
+        self.sizes = np.array([row.tokens for row in rows], np.int64)
+        self._rows_of_set = {
+            name: np.array([index for index, row in enumerate(rows) if row.set == name], np.int64) for name in self.sets
+        }
+        self._log_lengths(length, np.array(lost_tokens, np.int64), long_answers)
+
+    def _measure_prompt(self, question: QuestionRow, length: int) -> tuple[int, int]:
+        """Return the tokens of prompt, truncated document and cue, and the tokens that truncation removes."""
+        fixed, document = self.rows.lengths(question)  # tokens of prompt and cue, and of the document
+        available = check_token_budget(fixed, self.token_budgets[question.set], question.id)
+        read = fixed + min(available, document)
+        if not read:
+            raise UserError(f"question '{question.id}' has nothing to read at {length} tokens: leave it out")
+        return read, max(0, document - available)
 
     def _log_lengths(self, length: int, lost: np.ndarray, long_answers: int) -> None:
+        """Log how many rows there are and what is truncated; ``lost`` (questions,) are the tokens that are removed."""
         messages = [f"{self.split}: {len(self):,} rows of {len(self.rows):,} questions, at most {length:,} tokens each"]
         if lost.any():
             percent = 100 * float((lost > 0).mean())
@@ -127,26 +153,26 @@ class QuestionAnswerDataset(PromptAnswerDataset):
         """Return the rows of an epoch: all by length in validation, sampled by the mixture in training."""
         if self.mixture is None:
             return np.argsort(self.sizes, kind="stable")
-        sampled = np.concatenate(
-            [
-                self._rows_of_set[name][epoch_rows(name, len(self._rows_of_set[name]), count, self.epoch, self.seed)]
-                for name, count in self._plan.items()
-            ]
-        )
+        sampled_by_set = []
+        for name, count in self._plan.items():
+            rows = self._rows_of_set[name]
+            sampled_by_set.append(rows[epoch_rows(name, len(rows), count, self.epoch, self.seed)])
+        sampled = np.concatenate(sampled_by_set)
         noise = 1 + _LENGTH_NOISE * np.random.default_rng([self.seed, self.epoch]).random(len(sampled))
         return sampled[np.argsort(self.sizes[sampled] * noise, kind="stable")]
 
     def row(self, index: int) -> tuple[np.ndarray, int]:
         """Return the tokens (n,) of a row, prompt, answer and ``</s>``, and the length of the prompt."""
-        number, answer_index = self._answers[index].tolist()
-        row = self.rows[number]
-        prompt, _ = build_prompt(*self.rows.parts(row), self.token_budgets[row.set], self.truncate, row.id)
-        answer = self.rows.tokens(row.answers[answer_index])[: self.max_answer_tokens[row.set]]
+        question = self.question(index)
+        budget = self.token_budgets[question.set]
+        prompt, _ = build_prompt(*self.rows.parts(question), budget, self.truncate, question.id)
+        answer_item = question.answers[int(self._answer_indices[index])]
+        answer = self.rows.tokens(answer_item)[: self.max_answer_tokens[question.set]]
         return np.concatenate((prompt, answer, [self.dictionary.eos()])).astype(np.int64), len(prompt)
 
     def question(self, index: int) -> QuestionRow:
         """Return the question of a row."""
-        return self.rows[int(self._answers[index, 0])]
+        return self.rows[int(self._question_numbers[index])]
 
     @cached_property
     def groups(self) -> dict[str, dict[str, int]]:

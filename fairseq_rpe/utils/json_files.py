@@ -120,7 +120,7 @@ def append_json_line(path: Path, row: dict[str, Any]) -> None:
 
 
 def _write_at(handle: int, end: int, line: bytes) -> None:
-    """Cut the file at byte ``end``, write ``line`` there and sync it to disk."""
+    """Truncate the file to ``end`` bytes, append ``line`` and sync it to disk."""
     os.ftruncate(handle, end)
     os.lseek(handle, end, os.SEEK_SET)
     unwritten = memoryview(line)

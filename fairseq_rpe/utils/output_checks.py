@@ -146,7 +146,17 @@ def _split_at_missing(flag: str, path: Path, folder: Path) -> tuple[Path, list[P
 
 
 def _refusal(flag: str, path: Path, error: Exception, prefix: str = "") -> str:
-    """Message about the path that a flag names; a temporary file, whose name begins with ``prefix``, is not named."""
+    """Return the message about the path that a flag names, without the name of a temporary file.
+
+    Args:
+        flag: Option that names the path.
+        path: The path.
+        error: What writing raised.
+        prefix: First characters of the names of temporary files, or "" if there are none.
+
+    Returns:
+        One line that begins with ``flag``.
+    """
     if isinstance(error, OSError):
         hidden = error.filename is None or (prefix and Path(error.filename).name.startswith(prefix))
         message = oserror_message(error, path if hidden else None) or str(error)

@@ -19,8 +19,8 @@ class Progress:
         unit: What is counted, such as tokens.
         total: Number of units, if known.
         done: Units done before this start.
-        ends: Without a terminal, print a first and a last line too; otherwise nothing is printed in the first minute.
-            On a terminal, keep the bar at the end.
+        ends: Whether the start and the end are shown: without a terminal, a first and a last line are printed, too
+            (otherwise nothing is printed in the first minute); on a terminal, the bar remains at the end.
     """
 
     def __init__(self, title: str, unit: str, total: int | None = None, *, done: float = 0, ends: bool = False) -> None:

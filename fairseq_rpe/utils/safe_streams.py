@@ -56,7 +56,7 @@ class SafeStream:
             self._quiet = True
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 self.failure = error
-            # send what is left in the buffers to nowhere, else Python reports it at exit
+            # what is left in the buffers would raise the same error at exit, so the descriptor now leads to /dev/null
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
@@ -65,7 +65,7 @@ class SafeStream:
 
 @contextlib.contextmanager
 def safe_streams() -> Iterator[SafeStream]:
-    """Replace sys.stdout and sys.stderr by safe streams; yields the first."""
+    """Replace sys.stdout and sys.stderr by safe streams, and yield that of stdout."""
     _occupy_standard_descriptors()
     saved = sys.stdout, sys.stderr
     out, err = SafeStream(saved[0]), SafeStream(saved[1])
@@ -79,7 +79,7 @@ def safe_streams() -> Iterator[SafeStream]:
 
 
 def _occupy_standard_descriptors() -> None:
-    """Open closed descriptors 0, 1 and 2, so that no data file gets one of them: children print there."""
+    """Open closed descriptors 0, 1 and 2 on /dev/null: a data file could get one of them, and children print there."""
     while (handle := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(handle, True)
     os.close(handle)

@@ -18,10 +18,16 @@ _LATEX_SIGNS = {
     **{"≈": r"$\approx$", "∞": r"$\infty$", "‖": r"$\Vert$", "√": r"$\surd$", "★": r"$\star$", "∑": r"$\Sigma$"},
     **{"…": r"\ldots{}", "–": "--", "—": "---", "’": "'", "“": "``", "”": "''", "→": r"$\rightarrow$"},
 }
-# Private-use characters around bold and small text. tabulate's escaping keeps them; `_latex_signs` replaces them.
-_BOLD, _LEFT, _RIGHT, _BELOW, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
-_MARKS = {_BOLD: r"\textbf{", _LEFT: r"\shortstack[l]{", _RIGHT: r"\shortstack[r]{"}
-_MARKS |= {_BELOW: r"\\ \scriptsize ", _END: "}"}
+# Private-use characters that stand for LaTeX commands. tabulate would escape commands but keeps these characters, and
+# `_latex_signs` replaces them afterwards.
+_BOLD, _LEFT_STACK, _RIGHT_STACK, _NOTE_BELOW, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
+_COMMANDS = {
+    _BOLD: r"\textbf{",
+    _LEFT_STACK: r"\shortstack[l]{",
+    _RIGHT_STACK: r"\shortstack[r]{",
+    _NOTE_BELOW: r"\\ \scriptsize ",
+    _END: "}",
+}
 
 
 @dataclass(frozen=True)
@@ -81,18 +87,18 @@ class Table:
 
     def to_markdown(self) -> str:
         """Return the header and the rows as Markdown, numbers aligned to the right."""
-        sides = ["left", *["left" if self.is_text else "right"] * (len(self.header) - 1)]
         lines = [[row.name, *(cell.text for cell in row.cells)] for row in self.rows]
-        return tabulate(lines, self.header, tablefmt="pipe", colalign=sides, disable_numparse=True) + "\n"
+        return tabulate(lines, self.header, tablefmt="pipe", colalign=self._alignment(), disable_numparse=True) + "\n"
 
     def to_latex(self) -> str:
         """Return the table with its caption as a LaTeX ``table`` environment with booktabs rules.
 
         The best cells are bold, notes are small below them, and characters such as Σ and ε are in math mode.
         """
-        sides = ["left", *["left" if self.is_text else "right"] * (len(self.header) - 1)]
-        lines = [[_add_note(row.name, row.note, _LEFT), *map(_latex_cell, row.cells)] for row in self.rows]
-        body = tabulate(lines, self.header, tablefmt="latex_booktabs", colalign=sides, disable_numparse=True)
+        lines = [[_add_note(row.name, row.note, _LEFT_STACK), *map(_latex_cell, row.cells)] for row in self.rows]
+        body = tabulate(
+            lines, self.header, tablefmt="latex_booktabs", colalign=self._alignment(), disable_numparse=True
+        )
         if self.groups:
             titles = "".join(rf" & \multicolumn{{2}}{{c}}{{{_latex_text(title)}}}" for title in self.groups)
             body = body.replace("\\toprule\n", f"\\toprule\n{titles} \\\\\n", 1)
@@ -101,6 +107,10 @@ class Table:
         return "\n".join(
             (r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", _latex_signs(body), r"\end{table}", "")
         )
+
+    def _alignment(self) -> list[str]:
+        """Return the alignment of each column: row names and text to the left, numbers to the right."""
+        return ["left", *["left" if self.is_text else "right"] * (len(self.header) - 1)]
 
     def to_csv(self) -> str:
         """Return the header and the rows as CSV, with exact values where there are any."""
@@ -115,11 +125,11 @@ def join_latex(tables: Iterable[Table]) -> str:
 
 def _latex_cell(cell: Cell) -> str:
     text = f"{_BOLD}{cell.text}{_END}" if cell.best else cell.text
-    return _add_note(text, cell.note, _RIGHT)
+    return _add_note(text, cell.note, _RIGHT_STACK)
 
 
-def _add_note(text: str, note: str, side: str) -> str:
-    return f"{side}{text}{_BELOW}{note}{_END}" if note else text
+def _add_note(text: str, note: str, stack: str) -> str:
+    return f"{stack}{text}{_NOTE_BELOW}{note}{_END}" if note else text
 
 
 def _latex_text(text: str) -> str:
@@ -127,9 +137,9 @@ def _latex_text(text: str) -> str:
 
 
 def _latex_signs(text: str) -> str:
-    """Escaped text with marks, special characters and minus signs of numbers in LaTeX."""
+    """Replace marks, special characters and minus signs of numbers in escaped text by LaTeX commands."""
     text = re.sub(r"(?<![\w.)\-])-(?=\d)", "$-$", text)
-    return "".join(_MARKS.get(letter, _LATEX_SIGNS.get(letter, letter)) for letter in text)
+    return "".join(_COMMANDS.get(letter, _LATEX_SIGNS.get(letter, letter)) for letter in text)
 
 
 def stack_tables(tables: Mapping[str, Table], name: str) -> Table:
@@ -176,7 +186,7 @@ def cell_with_range(mean: float | None, format_spec: str, seeds: Sequence[float]
         mean: The mean; None: an empty cell.
         format_spec: Format of the numbers, such as ".2f".
         seeds: Value of each seed.
-        best: Best mean of the column; the cell is marked if it has this.
+        best: Best mean of the column; the cell is marked if its mean is this.
 
     Returns:
         The cell.

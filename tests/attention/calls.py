@@ -168,7 +168,7 @@ def table(columns: int, origin: int = 0, step: float = 1.0) -> Made:
     def make(device: str) -> tuple[Tensor, Bias]:
         torch.manual_seed(7)
         learned = torch.randn(H, columns).to(device).requires_grad_()
-        return learned, ToeplitzBias(learned, origin, step)
+        return learned, ToeplitzBias(learned, origin=origin, step=step)
 
     return make
 

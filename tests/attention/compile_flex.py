@@ -67,7 +67,7 @@ def write(spec: str, warped: bool, backwards: bool) -> str:
     made = torch.compile(
         torch_flex.flex_attention, dynamic=True, fullgraph=True, backend=back if backwards else "inductor"
     )
-    backend._compiled = lambda device: made
+    backend._compile_for = lambda device: made
     at = torch.arange(float(N))[None] ** 0.9
     pos = Positions(at, at, None, False) if warped else Positions.arange(N)
     q, k, v = (torch.randn(2, HEADS, N, WIDTH, requires_grad=True) for _ in range(3))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def failing(name, error, only_from=0):
 
 
 def with_table(plan, change):
-    form = ToeplitzBias(change(plan.bias.table), plan.bias.origin, plan.bias.step)
+    form = replace(plan.bias, table=change(plan.bias.table))
     return AttentionPlan(plan.positions, form, plan.padding)
 
 

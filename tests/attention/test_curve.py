@@ -150,8 +150,8 @@ def test_bands_of_a_block(spec, start, bands):
     seen = torch.arange(stop) <= torch.arange(start, stop)[:, None]
     torch.testing.assert_close(found[:, seen], expected[:, seen], rtol=1e-5, atol=1e-5)
     assert (found[:, ~seen] == -math.inf).all()
-    wide = sum(last - first for first, last in bias.bands)
-    assert (len(bias.bands) > 1 and 0 < wide < stop / 2) if bands else not bias.bands
+    wide = sum(last - first for first, last in bias.current.bands)
+    assert (len(bias.current.bands) > 1 and 0 < wide < stop / 2) if bands else not bias.current.bands
 
 
 def test_runs_that_are_close_are_one():

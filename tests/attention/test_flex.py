@@ -91,7 +91,7 @@ def backward(monkeypatch):
         monkeypatch.setattr(torch_flex, "_validate_device", lambda q, k, v: None)
         monkeypatch.setattr(backend, "refusal_reason", lambda q, k, v, plan, dropout: None)
         compiled = torch.compile(torch_flex.flex_attention, dynamic=True, fullgraph=True, backend="aot_eager")
-        monkeypatch.setattr(backend, "_compiled", lambda device: compiled)
+        monkeypatch.setattr(backend, "_compile_for", lambda device: compiled)
 
 
 @pytest.mark.parametrize(

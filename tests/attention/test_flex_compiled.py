@@ -44,7 +44,7 @@ def inductor(monkeypatch):
 
     monkeypatch.setattr(KernelArgs, "size", size)
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend="inductor")
-    monkeypatch.setattr(backend, "_compiled", lambda device: compiled)
+    monkeypatch.setattr(backend, "_compile_for", lambda device: compiled)
     torch._dynamo.reset()
 
 

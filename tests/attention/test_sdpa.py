@@ -228,7 +228,7 @@ def test_long_rows_are_computed_document_by_document(spec, monkeypatch):
     """On a CPU: the bias is never a matrix of all pairs, in the forward pass or the backward one."""
     documents = torch.tensor([[0] + 170 * [1] + 130 * [2], 151 * [0] + 150 * [1]])
     expected = outcome("reference", spec, 301, documents=documents)
-    monkeypatch.setattr(SDPA, "CURVE_TOKENS", 2)
+    monkeypatch.setattr(SDPA, "MIN_CURVE_TOKENS", 2)
     monkeypatch.setattr(SDPA, "_attend_in_blocks", None)
     monkeypatch.setattr(
         SDPA, "_attend_single_query", lambda q, k, v, plan, dropout: v

@@ -270,14 +270,14 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
     """Decisions need no GPU, only tensors that say they are on one."""
     from torch._subclasses import FakeTensorMode
 
-    monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: True)
+    monkeypatch.setattr("fairseq_rpe.attention.triton._is_supported", lambda device: True)
     with FakeTensorMode():
         q, odd, last = (torch.zeros(1, H, n, width, device="cuda") for n, width in ((4, D), (4, 20), (1, D)))
         biased = AttentionPlan(Positions.arange(4), ToeplitzBias(torch.zeros(H, 4, device="cuda")))
         for plan in (AttentionPlan(Positions.arange(4)), biased):
             assert refusal_reason(q, q, q, plan) is None and refusal_reason(last, q, q, plan) is None
         assert "not 20" in refusal_reason(odd, odd, odd, biased)
-        monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: False)
+        monkeypatch.setattr("fairseq_rpe.attention.triton._is_supported", lambda device: False)
         assert "compute capability 8.0" in refusal_reason(q, q, q, biased)
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/attention_forms.py at tiny lengths: what it times is right, what it leaves out is said, it resumes."""
+"""benchmarks/attention_biases.py at tiny lengths: it times correct results, reports what it leaves out, and resumes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def load(monkeypatch):
 
 
 @pytest.fixture
-def forms(load, monkeypatch):
-    """attention_forms.py, with no processes for the memory and no compiler."""
-    module = load("attention_forms")
-    monkeypatch.setattr(module, "measured_peaks", lambda case, threads: (2.0, 1.0))
+def biases(load, monkeypatch):
+    """attention_biases.py, with no processes for the memory and no compiler."""
+    module = load("attention_biases")
+    monkeypatch.setattr(module, "measure_peaks", lambda case, threads: (2.0, 1.0))
     monkeypatch.setenv("CXX", "no-such-compiler")
     return module
 
@@ -38,30 +38,30 @@ def read(path):
     return head, list(csv.DictReader(lines))
 
 
-def flags(folder, form, *lengths):
-    files = ["--csv", str(folder / "forms.csv"), "--figure", str(folder / "forms.png")]
-    return [*files, "--threads", "1", "--forms", form, "--lengths", *lengths]
+def flags(folder, bias, *lengths):
+    files = ["--csv", str(folder / "biases.csv"), "--figure", str(folder / "biases.png")]
+    return [*files, "--threads", "1", "--biases", bias, "--lengths", *lengths]
 
 
 def call(module, monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["attention_forms.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["attention_biases.py", *arguments])
     return module.main()
 
 
 def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
     def run(*more):
-        command = [sys.executable, str(FOLDER / "attention_forms.py"), *flags(tmp_path, "Pair", "96"), *more]
+        command = [sys.executable, str(FOLDER / "attention_biases.py"), *flags(tmp_path, "Pair", "96"), *more]
         environment = {**os.environ, "CXX": "no-such-compiler", "PYTHONPATH": str(FOLDER.parent)}
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
     first = run()
     assert first.returncode == 0, first.stderr
     assert "left out, Pair, FlexAttention, forward: FlexAttention compiles C++ on the CPU" in first.stderr
-    path = tmp_path / "forms.csv"
+    path = tmp_path / "biases.csv"
     head, rows = read(path)
-    assert "1 threads, 8 heads of 64, fp32, forms Pair, backends sdpa, limit 60 s, load" in head
+    assert "1 threads, 8 heads of 64, fp32, biases Pair, backends sdpa, limit 60 s, load" in head
     assert f"torch {torch.__version__}" in head
-    assert {(r["form"], r["way"]) for r in rows} == {
+    assert {(r["bias"], r["implementation"]) for r in rows} == {
         ("none", "torch, causal"),
         ("Pair", "sdpa"),
         ("Pair", "dense bias"),
@@ -71,13 +71,13 @@ def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
         ("96", "forward+backward"),
     ]
     for row in rows:
-        limit = next(r for r in rows if (r["length"], r["pass"]) == (row["length"], row["pass"]))
-        assert limit["form"] == "none" and float(limit["ratio"]) == 1 == float(limit["peak_ratio"])
+        baseline = next(r for r in rows if (r["length"], r["pass"]) == (row["length"], row["pass"]))
+        assert baseline["bias"] == "none" and float(baseline["ratio"]) == 1 == float(baseline["peak_ratio"])
         assert float(row["ms"]) > 0 and int(row["runs"]) >= 1
-        assert float(row["ratio"]) == pytest.approx(float(row["ms"]) / float(limit["ms"]), rel=0.1)
+        assert float(row["ratio"]) == pytest.approx(float(row["ms"]) / float(baseline["ms"]), rel=0.1)
         inputs = 4 * 4 * 512 * int(row["length"]) / 2**20  # q, k, v, and the gradient of the output
         assert float(row["peak_mib"]) > 0.8 * inputs and float(row["setup_mib"]) > 0
-    assert (tmp_path / "forms.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "biases.png").read_bytes().startswith(b"\x89PNG")
 
     lines = path.read_text().splitlines()
     kept = [line for line in lines if not line.startswith("96,forward+backward")]
@@ -91,41 +91,43 @@ def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_every_way_agrees_with_the_reference(forms, backward, monkeypatch):
-    ways, checked = forms.ways, set()
+def test_every_implementation_agrees_with_the_reference(biases, backward, monkeypatch):
+    checked = set()
     monkeypatch.delenv("CXX")
-    for form, way in ways.pairs(["sdpa", "flex"]):
-        case = ways.Case(form, way, 64, backward, "cpu", torch.float32)
-        if way == "FlexAttention" and form != "Pair":
+    for bias, name in biases.implementations.list_pairs(["sdpa", "flex"]):
+        case = biases.Case(bias, name, 64, backward, "cpu", torch.float32)
+        if name == "FlexAttention" and bias != "Pair":
             continue  # seconds each to compile; the benchmark checks all
-        why = forms.wrong_or_refused(case)
-        assert why is None or not why.startswith(("WRONG", "FAILED")), (form, way, why)
-        if why is None:
-            checked.add((form, way))
-    assert {(f, w) for f in ways.BIASES for w in ("sdpa", "dense bias")} <= checked
+        reason = biases.wrong_or_refused(case)
+        assert reason is None or not reason.startswith(("WRONG", "FAILED")), (bias, name, reason)
+        if reason is None:
+            checked.add((bias, name))
+    added = [bias for bias in biases.BIASES if bias != "none"]
+    assert {(bias, name) for bias in added for name in ("sdpa", "dense bias")} <= checked
     assert backward or ("none", "flex") in checked
 
 
-def test_a_wrong_way_is_not_timed(forms, tmp_path, monkeypatch, capsys):
-    def later(x):
+def test_a_wrong_implementation_is_not_timed(biases, tmp_path, monkeypatch, capsys):
+    def unbiased(x):
         return lambda: torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True)
 
     def fails(x):
         raise TypeError("another version")
 
-    monkeypatch.setitem(forms.ways.WAYS, "dense bias", (later, ("fixed Toeplitz",)))
-    monkeypatch.setitem(forms.ways.WAYS, "x-transformers", (fails, ("fixed Toeplitz",)))
-    assert call(forms, monkeypatch, *flags(tmp_path, "fixed Toeplitz", "64")) == 1
+    for name, make_step in {"dense bias": unbiased, "x-transformers": fails}.items():
+        implementation = biases.implementations.Implementation(make_step, ("fixed Toeplitz",))
+        monkeypatch.setitem(biases.implementations.IMPLEMENTATIONS, name, implementation)
+    assert call(biases, monkeypatch, *flags(tmp_path, "fixed Toeplitz", "64")) == 1
     said = capsys.readouterr().err
     assert "left out, fixed Toeplitz, dense bias, forward: WRONG: " in said
     assert "left out, fixed Toeplitz, x-transformers, forward: FAILED: TypeError: another version" in said
     assert "left out, fixed Toeplitz, flash-attn, forward: flash-attn runs on a GPU" in said
-    assert {r["way"] for r in read(tmp_path / "forms.csv")[1]} == {"torch, causal", "sdpa"}
+    assert {r["implementation"] for r in read(tmp_path / "biases.csv")[1]} == {"torch, causal", "sdpa"}
 
 
-def test_what_would_take_too_long_or_too_much_is_left_out(forms, tmp_path, monkeypatch, capsys):
-    assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "64")) == 0
-    path = tmp_path / "forms.csv"
+def test_what_would_take_too_long_or_too_much_is_left_out(biases, tmp_path, monkeypatch, capsys):
+    assert call(biases, monkeypatch, *flags(tmp_path, "Pair", "64")) == 0
+    path = tmp_path / "biases.csv"
     lines = path.read_text().splitlines()
     columns = lines[1].split(",")
     for at, cells in enumerate(csv.reader(lines)):
@@ -135,50 +137,50 @@ def test_what_would_take_too_long_or_too_much_is_left_out(forms, tmp_path, monke
             lines[at] = ",".join(cells)
     path.write_text("\n".join(lines) + "\n")
     capsys.readouterr()
-    assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "128")) == 0
+    assert call(biases, monkeypatch, *flags(tmp_path, "Pair", "128")) == 0
     said = capsys.readouterr().err
     assert "left out, Pair, sdpa, forward, 128 tokens: a run would take about 160 s" in said
     assert "left out, Pair, dense bias, forward, 128 tokens: it would need about" in said
-    got = {(r["form"], r["way"]) for r in read(path)[1] if r["length"] == "128" and r["pass"] == "forward"}
+    got = {(r["bias"], r["implementation"]) for r in read(path)[1] if r["length"] == "128" and r["pass"] == "forward"}
     assert got == {("none", "torch, causal")}
 
 
-def test_what_does_not_fit_into_memory_is_left_out(forms, tmp_path, monkeypatch, capsys):
+def test_what_does_not_fit_into_memory_is_left_out(biases, tmp_path, monkeypatch, capsys):
     def full(case, threads):
-        if case.way == "sdpa":
-            raise forms.BrokenProcessPool("killed")
-        if case.way == "dense bias":
+        if case.implementation == "sdpa":
+            raise biases.BrokenProcessPool("killed")
+        if case.implementation == "dense bias":
             raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 byte")
         return 2.0, 1.0
 
-    monkeypatch.setattr(forms, "measured_peaks", full)
-    assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "64")) == 0
+    monkeypatch.setattr(biases, "measure_peaks", full)
+    assert call(biases, monkeypatch, *flags(tmp_path, "Pair", "64")) == 0
     said = capsys.readouterr().err
     assert "left out, Pair, sdpa, forward, 64 tokens: its process was killed" in said
     assert "left out, Pair, dense bias, forward+backward, 64 tokens: not enough memory" in said
-    assert {r["way"] for r in read(tmp_path / "forms.csv")[1]} == {"torch, causal"}
+    assert {r["implementation"] for r in read(tmp_path / "biases.csv")[1]} == {"torch, causal"}
 
 
-def test_the_table_has_what_the_csv_has(forms, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "forms.csv"
+def test_the_table_has_what_the_csv_has(biases, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "biases.csv"
     path.write_text(
-        "# a machine, load 0.1\nlength,pass,form,encoding,way,ms,ratio,peak_mib,peak_ratio,setup_mib,runs\n"
+        "# a machine, load 0.1\nlength,pass,bias,encoding,implementation,ms,ratio,peak_mib,peak_ratio,setup_mib,runs\n"
         '512,forward,none,nope,"torch, causal",4.00,1.000,5.0,1.000,4.0,7\n'
         "512,forward,Pair,kerple_log at warped positions,sdpa,9.00,2.250,15.0,3.000,4.0,7\n"
         '1024,forward,none,nope,"torch, causal",16.00,1.000,10.0,1.000,8.0,7\n'
     )
-    assert call(forms, monkeypatch, "--table", "--csv", str(path), "--figure", str(tmp_path / "f.png")) == 0
+    assert call(biases, monkeypatch, "--table", "--csv", str(path), "--figure", str(tmp_path / "f.png")) == 0
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if "|" in line]
     assert ["none", "torch, causal, milliseconds", "4.00", "16.00"] in cells
     for ratio in ("2.25", "3.00"):
         assert ["Pair, kerple_log at warped positions", "here: sdpa", ratio, ""] in cells
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
-    assert call(forms, monkeypatch, "--table", "--csv", str(tmp_path / "none.csv")) == 2
-    assert "run benchmarks/attention_forms.py first" in capsys.readouterr().err
+    assert call(biases, monkeypatch, "--table", "--csv", str(tmp_path / "none.csv")) == 2
+    assert "run benchmarks/attention_biases.py first" in capsys.readouterr().err
 
 
-def test_short_runs_are_timed_more_often(forms):
-    assert [forms.runs(seconds) for seconds in (0.4, 0.5, 9.9, 10.0, 29.0, 30.0)] == [7, 3, 3, 2, 2, 1]
+def test_short_runs_are_timed_more_often(biases):
+    assert [biases.run_count(seconds) for seconds in (0.4, 0.5, 9.9, 10.0, 29.0, 30.0)] == [7, 3, 3, 2, 2, 1]
 
 
 def test_decoding_is_timed_beside_what_it_is_compared_with(load, tmp_path, monkeypatch):

@@ -20,7 +20,8 @@ from sweep_commands import SMALL
 
 from fairseq_rpe import encodings
 from fairseq_rpe.cli.main import COMMANDS, build_parser
-from fairseq_rpe.cli.options import apply_common_options, default_by_arch, spec_list
+from fairseq_rpe.cli.options import apply_common_options, spec_list
+from fairseq_rpe.cli.training_options import help_text
 from fairseq_rpe.core import renamed
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
@@ -124,16 +125,20 @@ def test_specs_are_separated_by_blanks_or_commas():
 
 
 def test_the_help_has_the_defaults_of_the_architectures():
-    assert default_by_arch("tokens") == "default: 64 for tiny, else 512"
-    assert default_by_arch("updates") == "default: 400 for tiny, else 50000; tasks: 3000 for tiny, else 40000"
-    assert default_by_arch("dropout") == "default: 0.0 for tiny, else 0.1"
-    assert default_by_arch("batch_sentences") == "default: 16 for tiny, else 128; tasks: 64"
-    assert default_by_arch("warmup") == "default: 80 for tiny, else 4000; tasks: 200 for tiny, else 2400"
+    defaults = {
+        "tokens": "64 for tiny, else 512",
+        "updates": "400 for tiny, else 50000; generated tasks: 3000 for tiny, else 40000",
+        "dropout": "0.0 for tiny, else 0.1",
+        "batch_sentences": "16 for tiny, else 128; generated tasks: 64",
+        "warmup": "80 for tiny, else 4000; generated tasks: 200 for tiny, else 2400; at most a fifth of the updates",
+    }
+    for name, words in defaults.items():
+        assert help_text(name).endswith(f" (default: {words})"), name
     for command in ("train", "sweep"):
         [commands] = [a.choices for a in build_parser(command)._actions if isinstance(a.choices, dict)]
         shown = " ".join(commands[command].format_help().split())
-        for name in ("tokens", "updates", "batch_sentences", "lr", "warmup", "schedule", "dropout"):
-            assert default_by_arch(name) in shown, name
+        for name in (*defaults, "lr", "schedule"):
+            assert help_text(name) in shown, name
 
 
 @pytest.mark.parametrize("line", ["train DATA --rpe x --out y", "eval C D --lengths 8", "sweep D"])

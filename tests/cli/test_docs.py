@@ -67,7 +67,7 @@ def test_the_picture_of_the_packages_follows_from_the_imports():
     picture = architecture.svg(architecture.package_imports())
     assert (ROOT / "docs/architecture.svg").read_text(encoding="utf-8") == picture
     imports = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
-    assert architecture.reduced(imports) == {"a": {"b"}, "b": {"c"}, "c": set()}
+    assert architecture.without_implied(imports) == {"a": {"b"}, "b": {"c"}, "c": set()}
     assert architecture.layers(imports) == [["c"], ["b"], ["a"]]
 
 

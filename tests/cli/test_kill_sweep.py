@@ -48,7 +48,7 @@ def call(script, monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str, kind: 
     def made(folder: Path) -> dict[str, str]:
         return {"steps": (folder / "steps").read_text() if (folder / "steps").exists() else ""}
 
-    job = script.Job("steps", command, lambda folder: made(folder)["steps"], made, share=1.0, reach=0.6)
+    job = script.Job("steps", command, lambda folder: made(folder)["steps"], made, share=1.0, latest_kill=0.6)
     monkeypatch.setattr(script, "jobs", lambda args: [job])
     monkeypatch.setattr(sys, "argv", ["kill_sweep.py", "data", "--out", str(out), *flags])
     return script.main()
@@ -88,10 +88,10 @@ def test_victims_are_the_whole_family(script):
             if len(found := script.family(child.pid)) == 2:
                 break
             script.time.sleep(0.02)
-        assert found[0] == child.pid and len(found) == 2 and all(map(script.running, found))
+        assert found[0] == child.pid and len(found) == 2 and all(map(script.is_running, found))
     finally:
         child.communicate(b"\n")
-    assert not any(map(script.running, found))
+    assert not any(map(script.is_running, found))
 
 
 def test_the_real_commands_name_what_they_make(script, tmp_path):
@@ -106,4 +106,4 @@ def test_the_real_commands_name_what_they_make(script, tmp_path):
     assert all(job.progress(tmp_path / "x") != before for job, before in zip((sweep, prepare), nothing, strict=True))
     shutil.rmtree(tmp_path / "x/runs")
     (tmp_path / "x" / "a").write_text("1")
-    assert list(prepare.made(tmp_path / "x")) == ["a"] and prepare.made(tmp_path / "y") == {}
+    assert list(prepare.summarise(tmp_path / "x")) == ["a"] and prepare.summarise(tmp_path / "y") == {}

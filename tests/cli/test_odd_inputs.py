@@ -53,5 +53,5 @@ def test_verdicts(code, kind, tmp_path, monkeypatch):
     names = {"UserError": UserError, "Path": Path, "sys": sys, "time": time}
     monkeypatch.setattr("fairseq_rpe.cli.list.run_user_dir", lambda args: exec(code, names))
     (tmp_path / "fixtures").mkdir()
-    place = odd_inputs.Place(tmp_path / "fixtures", tmp_path)
-    assert odd_inputs.judge(["user-dir"], True, place, 0.5 if kind == "hang" else 60).kind == kind
+    workspace = odd_inputs.Workspace(tmp_path / "fixtures", tmp_path)
+    assert odd_inputs.judge(["user-dir"], True, workspace, 0.5 if kind == "hang" else 60).kind == kind

@@ -112,7 +112,7 @@ def test_no_row_is_longer_than_it_may_be(made, truncate, caplog):
         text = data.rows.decode(row[:prompt].tolist())
         assert text.startswith("Who mended the wheel?\n\n") and text.endswith("\n\nAnswer:")
         assert row[prompt:].tolist() == before[prompt_before:].tolist()
-        if data._answers[i, 1] == 0:  # its first answer
+        if data._answer_indices[i] == 0:  # its first answer
             cut_ones, lost = cut_ones + (prompt < prompt_before), lost + prompt_before - prompt
     number = len(data.rows)
     assert 0 < cut_ones < number

@@ -1,4 +1,4 @@
-"""Pages of reports, as their reader sees them, and the folders of sweeps that they report on."""
+"""Parses pages of reports, and writes folders of finished sweeps for them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ PPL = {"alibi": {64: 50.125, 128: 49.0625, 256: 48.5}, "inv_n": {64: 49.5, 128: 
 
 
 def skip_drawing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
-    """Write empty pictures. Drawing takes most of a report's time and is tested elsewhere.
+    """Write empty pictures: drawing takes most of a report's time, and other tests draw figures.
 
     Returns:
-        The figures beside the pages, by file, once they are made.
+        The figures that reports save, by name of the file; filled when a report is written.
     """
     figures: dict[str, Figure] = {}
 
@@ -52,7 +52,18 @@ def skip_drawing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
 
 
 class Page(HTMLParser):
-    """A page as its reader sees it; an element that is not closed in order is an error."""
+    """The content of a page; it fails on an element that is not closed in order.
+
+    Attributes:
+        source: the HTML.
+        open: names of the open elements.
+        tags: name and attributes of each element.
+        text: all texts.
+        headings: level and text of each heading.
+        tables: rows of each table by its caption, as displayed.
+        values: exact values (``<data>``) of each table by its caption.
+        best: values that are marked as the best of their column.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -110,62 +121,68 @@ class Page(HTMLParser):
         return " ".join("".join(self.text).split())
 
     def table(self, start: str) -> list[list[str]]:
-        """The one table whose caption begins like this."""
-        [found] = [rows for caption, rows in self.tables.items() if caption.startswith(start)]
-        return found
+        """Return the only table whose caption begins with ``start``."""
+        [table] = [rows for caption, rows in self.tables.items() if caption.startswith(start)]
+        return table
 
     def chapters(self) -> list[str]:
-        return [title for level, title in self.headings if level == max(level for level, _ in self.headings)]
+        """Return the titles of the chapters, which are the deepest headings."""
+        deepest = max(level for level, _ in self.headings)
+        return [title for level, title in self.headings if level == deepest]
 
     def same(self) -> dict[str, list[str]]:
-        """What is compared with the published setting: here, there, and whether they agree."""
+        """Return, by setting, the sweep's value, the published value, and whether they are the same."""
         return {row[0]: row[1:] for row in self.table("Settings that are the same")[1:]}
 
     def alternatives(self) -> list[str]:
+        """Return the description of each picture in words."""
         return [attrs["alt"] or "" for tag, attrs in self.tags if tag == "img"]
 
 
-def write_sweep(folder: Path, ppl=PPL, seeds=(1,), log: str | None = LOG, more=(), **state) -> None:
-    """A finished sweep at 64 tokens (plus 2 of perplexity per further seed); ``more``: keys of every result."""
-    lengths = sorted({n for values in ppl.values() for n in values})
+def write_sweep(folder: Path, ppl=PPL, seeds=(1,), log: str | None = LOG, more=(), **record) -> None:
+    """Write the folder of a finished sweep that was trained at 64 tokens.
+
+    Args:
+        folder: output folder.
+        ppl: method -> length -> perplexity of the first seed; each further seed has 2 more than the seed before.
+        seeds: seeds.
+        log: training log of each run; None: no log.
+        more: further keys of every result.
+        record: further keys of ``sweep.json``; ``further`` are keys of its ``settings``.
+    """
+    lengths = sorted({length for values in ppl.values() for length in values})
     settings = {"tokens": 64, "split": "test", "updates": 75, "batch_sentences": 16, "lr": 2e-3, "warmup": 80}
-    settings |= {"arch": "transformer_rpe_lm_tiny", "extra": []} | state.pop("further", {})
-    state = {
-        "layout": 2,
-        "settings": settings,
-        "encodings": list(ppl),
-        "seeds": list(seeds),
-        "lengths": lengths,
-        **state,
-    }
-    json_files.write_json(folder / "sweep.json", state)
+    settings |= {"arch": "transformer_rpe_lm_tiny", "extra": []} | record.pop("further", {})
+    common = {"layout": 2, "settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths}
+    json_files.write_json(folder / "sweep.json", {**common, **record})
+    checkpoint = "0123456789abcdef"
     for name, values in ppl.items():
-        for k, seed in enumerate(seeds):
-            place = folder / "runs" / Method(name, name).run_name(seed)
-            json_files.write_json(
-                place / "checkpoints" / "run.json", {"layout": 2, "finished": {"checkpoint": "0123456789abcdef"}}
-            )
+        for number, seed in enumerate(seeds):
+            run = folder / "runs" / Method(name, name).run_name(seed)
+            run_record = {"layout": 2, "finished": {"checkpoint": checkpoint}}
+            json_files.write_json(run / "checkpoints" / "run.json", run_record)
             if log is not None:
-                (place / "train.log").write_text(log)
-            for n, value in values.items():
-                row = {"checkpoint": "0123456789abcdef", "split": "test", "length": n, "ppl": value + 2 * k}
-                row |= {"loss_base2": 5.5 + n / 1024, "tokens": 99_000 + n, "seconds": 11.5, **dict(more)}
-                json_files.append_json_line(place / "eval.jsonl", row)
+                (run / "train.log").write_text(log)
+            for length, value in values.items():
+                row = {"checkpoint": checkpoint, "split": "test", "length": length, "ppl": value + 2 * number}
+                row |= {"loss_base2": 5.5 + length / 1024, "tokens": 99_000 + length, "seconds": 11.5, **dict(more)}
+                json_files.append_json_line(run / "eval.jsonl", row)
 
 
 def page_of(folder: Path, *flags: str) -> Page:
+    """Run ``report`` on a sweep and parse the page."""
     run_here("report", folder, *flags)
     return Page(folder / "report.html")
 
 
-def new_page(folder: Path, **state) -> Page:
-    """The page of a sweep that is made here."""
-    write_sweep(folder, **state)
+def new_page(folder: Path, **options) -> Page:
+    """Write a sweep with the options of :func:`write_sweep`, and return the page of its report."""
+    write_sweep(folder, **options)
     return page_of(folder)
 
 
 def check_self_contained(page: Page) -> None:
-    """Nothing is fetched, every link leads somewhere, tables and pictures can be read aloud."""
+    """Assert that a page loads nothing, that all links work, and that screen readers can read tables and pictures."""
     identifiers = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(set(identifiers)) == len(identifiers)
     used = {tag for tag, _ in page.tags}

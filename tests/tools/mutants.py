@@ -1,16 +1,17 @@
-"""Seeded faults in the package, and which tests notice them.
+"""Inserts small faults into the package and records which tests notice them.
 
     python tests/tools/mutants.py --count 120 --seed 1 --coverage .coverage --durations junit.xml --out mutants.csv
 
 A mutant is a copy of the tree with one small fault: a sign, a comparison, an off-by-one, a swapped argument or a
-dropped statement. Mutants are drawn from a seed and are the same for the same package. Each runs against the tests
-that execute the faulty line, the fastest first, until one fails; ``--coverage`` names the data file that says which
-they are (see ``executed_lines.py``), and a line that no test executes is tried with the tests of its file. A test that
-fails without the fault as well is left out.
+dropped statement. Mutants are drawn from a seed and are the same for the same package.
+
+Each mutant runs against the tests that execute the faulty line, the fastest first, until one fails. ``--coverage`` is a
+data file that maps lines to tests (see ``executed_lines.py``). If no test executes the line, the tests of its file run.
+A test that also fails without the fault is left out. This command records lines and durations:
 
     PYTHONPATH=tests/tools pytest -p executed_lines --executed-lines .coverage --junitxml junit.xml
 
-Rows are appended to ``--out`` as they are measured, and a row that is there is not measured again.
+Rows are appended to ``--out`` as they are measured; a mutant that has a row there is not measured again.
 """
 
 from __future__ import annotations
@@ -42,12 +43,24 @@ PACKAGE = "fairseq_rpe"
 _COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is", "is": "is not"}
 _COMPARISONS |= {"not in": "in", "in": "not in"}
 _OPERATORS = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "**": "*", "&": "|", "|": "&"}
-_SKIPPED = {"formula", "paper", "__all__", "bounded", "depends"}  # text for people, and names
+_SKIPPED = {"formula", "paper", "__all__", "bounded", "depends"}  # assignments of documentation and names
+_LONG_STATEMENT = 60  # lines from which on the first line says little about a line inside
+_MIN_TESTS = 5  # tests that run even if they exceed the time budget
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A replacement of the source between two offsets of a file."""
+    """A replacement of the source between two offsets of a file.
+
+    Attributes:
+        file: path in the tree.
+        line: first line of the replacement, from 1.
+        kind: kind of the fault.
+        start: first offset, in characters.
+        end: offset after the last character.
+        before: replaced text.
+        after: new text.
+    """
 
     file: str
     line: int
@@ -58,12 +71,22 @@ class Mutant:
     after: str
 
     def source(self, text: str) -> str:
+        """Return the text of the file with the fault."""
         return text[: self.start] + self.after + text[self.end :]
 
 
 @dataclass(frozen=True)
 class Row:
-    """How a mutant ended: killed by a test, or survived all of so many."""
+    """A mutant and its result.
+
+    Attributes:
+        number: number of the mutant.
+        file, line, kind, before, after: as in :class:`Mutant`.
+        result: ``killed``, ``survived``, ``timeout`` or ``no test``.
+        tests: number of tests that ran against it.
+        seconds: duration.
+        killed_by: the test that failed; empty if none did.
+    """
 
     number: int
     file: str
@@ -78,7 +101,7 @@ class Row:
 
 
 class _Candidates(ast.NodeVisitor):
-    """Every place of a file where a fault can be planted."""
+    """Collects all mutants of a file in ``mutants``."""
 
     def __init__(self, file: str, text: str) -> None:
         self.file, self.text, self.mutants = file, text, []  # type: ignore[var-annotated]
@@ -101,13 +124,13 @@ class _Candidates(ast.NodeVisitor):
             self.mutants.append(Mutant(self.file, line, kind, start, end, before, after))
 
     def _between(self, kind: str, left: ast.expr, right: ast.expr, table: Mapping[str, str]) -> None:
-        """Replace the operator that stands between two expressions."""
+        """Add a mutant that replaces the operator between two expressions."""
         start, end = self._span(left)[1], self._span(right)[0]
         gap = self.text[start:end]
         for operator in sorted(table, key=len, reverse=True):
-            found = re.search(rf"(?<![\w<>=!*/]){re.escape(operator)}(?![\w<>=*/])", gap)
-            if found and "#" not in gap:
-                self._add(kind, right, start + found.start(), start + found.end(), table[operator])
+            match = re.search(rf"(?<![\w<>=!*/]){re.escape(operator)}(?![\w<>=*/])", gap)
+            if match and "#" not in gap:
+                self._add(kind, right, start + match.start(), start + match.end(), table[operator])
                 return
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -115,10 +138,10 @@ class _Candidates(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        text = isinstance(node.left, ast.Constant | ast.JoinedStr) and not isinstance(
+        is_text = isinstance(node.left, ast.Constant | ast.JoinedStr) and not isinstance(
             getattr(node.left, "value", None), int | float
         )
-        if not text:  # of strings and of types another operator is an error at once
+        if not is_text:  # another operator between texts is an error at once
             self._between("operator", node.left, node.right, _OPERATORS)
         self.generic_visit(node)
 
@@ -142,11 +165,11 @@ class _Candidates(ast.NodeVisitor):
             self._add("constant", node, start, end, repr(node.value * 2 + (node.value == 0)))
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        pass  # Python 3.11 has no places of what is inside
+        pass  # Python 3.11 has no positions of the expressions inside
 
     def visit_Call(self, node: ast.Call) -> None:
-        if len(node.args) > 1 and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
-            first, second = (self._span(one) for one in node.args[:2])
+        if len(node.args) > 1 and not any(isinstance(argument, ast.Starred) for argument in node.args[:2]):
+            first, second = (self._span(argument) for argument in node.args[:2])
             swapped = self.text[slice(*second)] + self.text[first[1] : second[0]] + self.text[slice(*first)]
             self._add("swapped arguments", node, first[0], second[1], swapped)
         self.generic_visit(node)
@@ -161,12 +184,12 @@ class _Candidates(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        if any(isinstance(one, ast.Raise) for one in node.body):
+        if any(isinstance(statement, ast.Raise) for statement in node.body):
             self._add("dropped check", node, *self._span(node.test), "False")
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if not any(isinstance(one, ast.Name) and one.id in _SKIPPED for one in node.targets):
+        if not any(isinstance(target, ast.Name) and target.id in _SKIPPED for target in node.targets):
             self.visit(node.value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
@@ -180,12 +203,12 @@ class _Candidates(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self.visit(node.args)
-        for one in node.body:
-            self.visit(one)
+        for statement in node.body:  # without decorators and annotations
+            self.visit(statement)
 
 
 def candidates(root: Path) -> dict[str, dict[str, list[Mutant]]]:
-    """The possible mutants of each file, by package and kind."""
+    """Return all possible mutants by package, then by kind."""
     table: dict[str, dict[str, list[Mutant]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted((root / PACKAGE).rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -198,7 +221,7 @@ def candidates(root: Path) -> dict[str, dict[str, list[Mutant]]]:
 
 
 def draw(root: Path, count: int, seed: int) -> list[Mutant]:
-    """Draw ``count`` different mutants: the package in turn, larger ones more often, then the kind, then the place."""
+    """Draw ``count`` different mutants: first the package, larger ones more often, then the kind, then the mutant."""
     table, chosen = candidates(root), []
     generator = random.Random(seed)
     packages = sorted(table)
@@ -216,7 +239,7 @@ def draw(root: Path, count: int, seed: int) -> list[Mutant]:
 
 
 def tests_of_lines(data: Path) -> dict[str, dict[int, set[str]]]:
-    """Which tests execute each line of each file, from the data file of coverage.py."""
+    """Read the tests that execute each line of each file, from a data file of coverage.py."""
     from coverage.numbits import numbits_to_nums
 
     table: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -235,7 +258,7 @@ def tests_of_lines(data: Path) -> dict[str, dict[int, set[str]]]:
 
 
 def durations(junit: Path | None) -> dict[str, float]:
-    """Seconds of each test, by its id."""
+    """Read the seconds of each test by its id; empty without a JUnit file."""
     seconds: dict[str, float] = {}
     if junit is not None:
         for case in ElementTree.parse(junit).iter("testcase"):
@@ -245,30 +268,34 @@ def durations(junit: Path | None) -> dict[str, float]:
 
 
 def _statement_lines(text: str, line: int) -> list[int]:
-    """The lines of the innermost statement around a line: coverage counts its first one."""
+    """Return a line, and the first line of the innermost statement around it, which coverage records."""
     spans = [
         (node.lineno, node.end_lineno or node.lineno)
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
     first, last = max(spans, key=lambda span: (span[0], -span[1]), default=(line, line))
-    return [line, first] if last - first < 60 else [line]
+    return [line, first] if last - first < _LONG_STATEMENT else [line]
 
 
 def select(tests: set[str], seconds: Mapping[str, float], budget: float) -> list[str]:
-    """The fastest tests, as many as take no more than ``budget`` seconds, and at least five."""
+    """Return the fastest tests: those that take ``budget`` seconds together, but at least ``_MIN_TESTS``."""
     ordered = sorted(tests, key=lambda test: (seconds.get(test, 1.0), test))
     total, chosen = 0.0, []
     for test in ordered:
         total += seconds.get(test, 1.0)
-        if total > budget and len(chosen) >= 5:
+        if total > budget and len(chosen) >= _MIN_TESTS:
             break
         chosen.append(test)
     return chosen
 
 
 def run_tests(tree: Path, tests: Sequence[str], timeout: float) -> tuple[str, str]:
-    """Run tests on a tree until one fails: ``killed``, ``survived`` or ``timeout``, and the test that failed."""
+    """Run tests on a tree until one fails.
+
+    Returns:
+        ``killed``, ``survived`` or ``timeout``, and the test that failed; empty if none did.
+    """
     with tempfile.TemporaryDirectory() as folder:
         names = Path(folder) / "tests"
         names.write_text("\n".join(tests), encoding="utf-8")
@@ -298,6 +325,65 @@ def _copy_tree(root: Path, folder: Path) -> Path:
     return Path(shutil.copytree(root, folder, ignore=skip, symlinks=True))
 
 
+class _Measurement:
+    """Runs mutants in several trees at the same time.
+
+    Args:
+        trees: copies of the tree; each runs one mutant at a time.
+        lines: tests that execute each line of each file.
+        seconds: duration of each test.
+        budget: seconds of tests for a mutant.
+    """
+
+    def __init__(
+        self,
+        trees: list[Path],
+        lines: Mapping[str, Mapping[int, set[str]]],
+        seconds: Mapping[str, float],
+        budget: float,
+    ) -> None:
+        self._trees, self._lines, self._seconds, self._budget = trees, lines, seconds, budget
+        self._timeout = 120 + 6 * budget
+        self._passes_without_fault: dict[str, bool] = {}  # of tests that failed with a fault
+
+    def measure(self, number: int, mutant: Mutant) -> Row:
+        """Run the tests of a mutant in a free tree."""
+        tree = self._trees.pop()
+        path = tree / mutant.file
+        text = path.read_text(encoding="utf-8")
+        start = time.monotonic()
+        try:
+            result, killer, test_count = self._run(tree, path, text, mutant)
+        finally:
+            path.write_text(text, encoding="utf-8")
+            self._trees.append(tree)
+        took = round(time.monotonic() - start, 1)
+        about = (number, mutant.file, mutant.line, mutant.kind, mutant.before[:80], mutant.after[:80])
+        return Row(*about, result, test_count, took, killer)
+
+    def _run(self, tree: Path, path: Path, text: str, mutant: Mutant) -> tuple[str, str, int]:
+        """Return the result, the test that failed, and the number of tests."""
+        candidates = self._tests_of(mutant, text)
+        while True:
+            sound = {test for test in candidates if self._passes_without_fault.get(test, True)}
+            tests = select(sound, self._seconds, self._budget)
+            if not tests:
+                return "no test", "", 0
+            path.write_text(mutant.source(text), encoding="utf-8")
+            result, killer = run_tests(tree, tests, self._timeout)
+            path.write_text(text, encoding="utf-8")
+            if killer in candidates and killer not in self._passes_without_fault:
+                self._passes_without_fault[killer] = run_tests(tree, [killer], self._timeout)[0] == "survived"
+            if self._passes_without_fault.get(killer, True):
+                return result, killer, len(tests)
+
+    def _tests_of(self, mutant: Mutant, text: str) -> set[str]:
+        """Return the tests that execute the line of a mutant, or else those of its file."""
+        lines = self._lines.get(mutant.file, {})
+        tests = set().union(*(lines.get(line, set()) for line in _statement_lines(text, mutant.line)))
+        return tests or set().union(*lines.values())
+
+
 def measure(
     root: Path,
     mutants: Sequence[tuple[int, Mutant]],
@@ -306,46 +392,19 @@ def measure(
     budget: float,
     jobs: int,
 ) -> Iterator[Row]:
-    """Run the tests of each mutant; yields rows as they end."""
+    """Run the tests of each mutant, ``jobs`` mutants at the same time, and yield rows as they end."""
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         trees = [_copy_tree(root, Path(folder) / str(job) / "tree") for job in range(jobs)]
-        sound: dict[str, bool] = {}  # of tests that failed: whether they pass without a fault
-
-        def one(number: int, mutant: Mutant) -> Row:
-            tree = trees.pop()
-            path = tree / mutant.file
-            text = path.read_text(encoding="utf-8")
-            found: set[str] = set()
-            for line in _statement_lines(text, mutant.line):
-                found |= lines.get(mutant.file, {}).get(line, set())
-            if not found:
-                found = set().union(*lines.get(mutant.file, {}).values())
-            start, result, killer = time.monotonic(), "no test", ""
-            try:
-                while tests := select({test for test in found if sound.get(test, True)}, seconds, budget):
-                    path.write_text(mutant.source(text), encoding="utf-8")
-                    result, killer = run_tests(tree, tests, 120 + 6 * budget)
-                    path.write_text(text, encoding="utf-8")
-                    if killer in found and killer not in sound:
-                        sound[killer] = run_tests(tree, [killer], 120 + 6 * budget)[0] == "survived"
-                    if sound.get(killer, True):
-                        break
-                    result, killer = "no test", ""
-            finally:
-                path.write_text(text, encoding="utf-8")
-                trees.append(tree)
-            took = round(time.monotonic() - start, 1)
-            place = (number, mutant.file, mutant.line, mutant.kind, mutant.before[:80], mutant.after[:80])
-            return Row(*place, result, len(tests), took, killer)
-
-        for done in concurrent.futures.as_completed([pool.submit(one, *mutant) for mutant in mutants]):
-            yield done.result()
+        measurement = _Measurement(trees, lines, seconds, budget)
+        futures = [pool.submit(measurement.measure, number, mutant) for number, mutant in mutants]
+        for future in concurrent.futures.as_completed(futures):
+            yield future.result()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=120, help="number of mutants (default: 120)")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the mutants (default: 1)")
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout whose package and tests are used")
     parser.add_argument("--coverage", type=Path, help="data file of coverage.py with a context for each test")
     parser.add_argument("--durations", type=Path, help="JUnit file of the same tests, for their order")
@@ -355,20 +414,20 @@ def main() -> int:
     args = parser.parse_args()
     mutants = list(enumerate(draw(args.tree, args.count, args.seed)))
     if args.out is None or args.coverage is None:
-        for number, one in mutants:
-            print(f"{number:4} {one.file}:{one.line} {one.kind}: {one.before!r} -> {one.after!r}")
+        for number, mutant in mutants:
+            print(f"{number:4} {mutant.file}:{mutant.line} {mutant.kind}: {mutant.before!r} -> {mutant.after!r}")
         return 0
-    there = set()
+    measured = set()
     if args.out.exists():
         with open(args.out, encoding="utf-8", newline="") as file:
-            there = {int(row["number"]) for row in csv.DictReader(file)}
+            measured = {int(row["number"]) for row in csv.DictReader(file)}
     with open(args.out, "a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        if not there:
+        if not measured:
             writer.writerow([field.name for field in fields(Row)])
-        left = [one for one in mutants if one[0] not in there]
+        remaining = [(number, mutant) for number, mutant in mutants if number not in measured]
         lines, seconds = tests_of_lines(args.coverage), durations(args.durations)
-        for row in measure(args.tree.resolve(), left, lines, seconds, args.budget, args.jobs):
+        for row in measure(args.tree.resolve(), remaining, lines, seconds, args.budget, args.jobs):
             writer.writerow(astuple(row))
             file.flush()
             print(f"{row.number:4} {row.file}:{row.line} {row.kind}: {row.result} {row.killed_by}", flush=True)

@@ -1,4 +1,4 @@
-"""Small good inputs of every kind for ``odd_inputs.py``, damaged ones beside them, and a good command line each."""
+"""Small valid inputs of every kind for ``odd_inputs.py``, damaged ones, and valid command lines of every command."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 SMALL = "--tokens 16 --updates 2 --warmup 1 --batch-sentences 4 --device cpu"
 TINY = "-- --decoder-embed-dim 32 --decoder-ffn-embed-dim 32 --decoder-attention-heads 4 --decoder-layers 1"
 
-# Command lines that succeed within seconds: {f} is the folder of fixtures, {o} a folder two levels deep that does not
-# exist yet. After "--" is what train and sweep hand to fairseq-train.
+# Command lines that succeed within seconds. {f} is the folder of fixtures, {o} a folder two levels deep that does not
+# exist yet. train and sweep pass the words after "--" to fairseq-train.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "prepare-stdlib": ("--source {f}/code --out {o}/d --vocab-size 300 --workers 1",),
     "prepare": (
@@ -72,10 +72,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bias": ("alibi --length 4",),
     "user-dir": ("",),
 }
-# Records that a case changes, and commands that read them. "{f}/asked" has its digests corrected after the change.
+# Records that a case changes, and commands that read them. Digests in "{f}/asked" are corrected after a change.
 RECORDS: dict[str, tuple[str, ...]] = {
-    "asked/answers.json": ("answer", "train"),
-    "asked/valid.rows.jsonl": ("answer",),
+    "asked/answers.json": ("eval-questions", "train"),
+    "asked/valid.rows.jsonl": ("eval-questions",),
     "asked/train.rows.jsonl": ("train",),
     "data/corpus.json": ("eval", "prepare", "train"),
     "sweep/sweep.json": ("report", "sweep"),
@@ -97,7 +97,7 @@ READERS: dict[str, str] = {
     "--out {f}/measured",
 }
 READERS |= {name: READERS["sweep/sweep.json"] for name in RECORDS if name.startswith("sweep/runs")}
-# Binary and other files that a case cuts short or overwrites in part.
+# Files of which a case replaces, removes or adds bytes.
 BINARIES = ("alibi.pt", "rope.pt", "copy.pt", "data/test.bin", "data/test.idx", "data/dict.txt", "data/spm.model")
 BINARIES += ("asked/valid.bin", "asked/valid.idx", "rte/train.tsv", "train.jsonl", "recipe.toml", "module.py")
 
@@ -143,12 +143,12 @@ NAMES = ("Tamsin", "Bren", "Oswin", "Marla", "Fenwick", "Idris")
 
 
 def words(command: str, folder: Path, out: Path) -> list[str]:
-    """The words of a command line of this file."""
+    """Return the words of a command line of this file."""
     return shlex.split(command.replace("{f}", str(folder)).replace("{o}", str(out)))
 
 
 def fill(folder: Path, run: Callable[[list[str]], None]) -> None:
-    """Make all fixtures in ``folder``; ``run`` carries out a command, which must succeed."""
+    """Write all fixtures into ``folder``; ``run`` runs a command line and raises an error if it fails."""
     folder.mkdir(parents=True)
     _write_texts(folder)
     for command in (
@@ -175,7 +175,7 @@ def fill(folder: Path, run: Callable[[list[str]], None]) -> None:
 
 
 def _write_texts(folder: Path) -> None:
-    """Texts, questions, rows of a known set, a recipe and a module."""
+    """Write texts, questions, rows of a benchmark, a recipe and a module."""
     for name in ("texts", "code", "novels", "wikitext", "rte"):
         (folder / name).mkdir()
     for i in range(60):
@@ -185,9 +185,10 @@ def _write_texts(folder: Path) -> None:
     rows = [json.dumps({"text": f"Row {i}: {NAMES[i % 6]} mended the old wheel of mill {i}."}) for i in range(200)]
     (folder / "lines.jsonl").write_text("\n".join(rows) + "\n")
     for number, name in enumerate("abc"):
-        draw, several = random.Random(number), [a + b for a in ("Tam", "Bren", "Os", "Mar", "Fen") for b in NAMES_END]
-        said = (f"Then the old miller saw {draw.choice(several)} near the mill." for _ in range(2000))
-        (folder / "novels" / f"{name}.txt").write_text("\n".join(said) + "\n")
+        generator = random.Random(number)
+        people = [first + second for first in ("Tam", "Bren", "Os", "Mar", "Fen") for second in NAMES_END]
+        sentences = (f"Then the old miller saw {generator.choice(people)} near the mill." for _ in range(2000))
+        (folder / "novels" / f"{name}.txt").write_text("\n".join(sentences) + "\n")
     for split in ("train", "valid", "test"):
         lines = [f" = Heading {split} {i} =\n {NAMES[i % 6]} went to the mill ." for i in range(40)]
         (folder / "wikitext" / f"wiki.{split}.tokens").write_text("\n".join(lines) + "\n")
@@ -213,7 +214,7 @@ def _question(i: int) -> Mapping[str, object]:
 
 
 def _write_odd_ones(odd: Path, checkpoint: Path) -> None:
-    """What no command takes for a file, a folder or a checkpoint; see ``PATHS`` of odd_values.py."""
+    """Write files that no command accepts as input; ``PATHS`` of odd_values.py has their names."""
     odd.mkdir()
     (odd / "folder").mkdir()
     (odd / "empty").touch()

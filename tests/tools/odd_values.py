@@ -1,7 +1,7 @@
-"""Odd numbers, paths, specs, records and combinations of options, drawn with a seed, for ``odd_inputs.py``.
+"""Draws odd numbers, paths, specs, records and combinations of options from a seed, for ``odd_inputs.py``.
 
-A :class:`Case` is a command line and what it changes in the fixtures before. Whether it must be refused is what the
-generator itself knows; the program is never asked.
+A :class:`Case` is a command line, and a change of the fixtures before it runs. The generator itself decides whether the
+command must refuse it; it never calls the parsers of the package.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ Change = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A command line; ``about`` says what is odd.
+    """A command line and a change of the fixtures.
 
-    ``change`` edits the folder of fixtures before it runs. ``invalid``: it must be refused; ``valid``: it must not.
+    Attributes:
+        words: the command line.
+        about: what is odd, in words.
+        invalid: whether the command must refuse it.
+        valid: whether the command must not refuse it.
+        change: edits the folder of fixtures before the command runs.
     """
 
     words: list[str]
@@ -40,7 +45,7 @@ class Case:
     change: Change | None = field(default=None, compare=False)
 
 
-# Neither whole numbers nor any others.
+# neither whole numbers nor other numbers
 NOT_NUMBERS = ("", " ", "nan", "abc", "--", "0x10", "1e", "½", "∞", "None", "true", "1;2", "[1]", "\u200b")
 NOT_WHOLE = (*NOT_NUMBERS, "-1", "1.5", "inf", "-inf", "1e3", "1e400", "٣", "-99999999999999999999", "9" * 5000)
 NOT_FINITE = (*NOT_NUMBERS, "inf", "-inf", "1e400")
@@ -48,24 +53,14 @@ EXTREME = ("0", "-0.0", "1", "2", "7", "1e-320", "1e308", "-1e308", "99999999999
 PATHS = ("absent", "folder", "empty", "text", "binary", "cut.pt", "loop", "nothing", "pipe", "unreadable", "text/below")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/stdin", "/proc/self/mem", "/proc/self/environ", "/proc/nothing")
 WORDS = ("", " ", "x" * 300, "a\nb", "ä 🙂", "-", "--", "../..", "~", "%s", "{0}", "a:b", "a=b", ",", "\udcff", "$HOME")
-# Options that decide how long a command works: a large value is obeyed, and takes that long.
-LONG = {
-    *(
-        "updates",
-        "repeats",
-        "iterations",
-        "samples",
-        "population",
-        "blocks",
-        "first_tokens",
-        "position_samples",
-        "quantised",
-    ),
-    *("length", "lengths", "tokens", "batch", "batch_sentences", "update_freq", "width", "heads", "vocabulary", "beam"),
-    *("train_length", "windows", "target", "head_width", "max_tokens", "rows", "questions", "nproc", "nodes", "jobs"),
-    *("encodings", "specs", "backends", "items", "model", "arch", "workers", "stride", "shared", "answer_tokens"),
-}
+# Options that decide how long a command works: with a large value it works, and takes long.
+LONG = {"updates", "repeats", "iterations", "samples", "population", "blocks", "first_tokens", "position_samples"}
+LONG |= {"quantised", "length", "lengths", "tokens", "batch", "batch_sentences", "update_freq", "width", "heads"}
+LONG |= {"vocabulary", "beam", "train_length", "windows", "head_width", "max_tokens", "rows", "questions", "nproc"}
+LONG |= {"nodes", "jobs", "encodings", "specs", "backends", "model", "arch", "workers", "stride", "shared"}
+LONG |= {"answer_tokens"}
 SPECS = {"rpe": encodings, "positions": positions, "algorithm": algorithms}
+# names of options and arguments (``dest``): input files, and those that take a spec of a registry
 _INPUTS = {"checkpoint", "checkpoints", "data", "finetune_from", "vocab_from", "rpe_module", "sweep", "sweeps"}
 _SPEC_OF = {
     **dict.fromkeys(("rpe", "spec", "specs", "encodings", "shared"), "rpe"),
@@ -75,12 +70,14 @@ _SPEC_OF = {
 
 
 class Generator:
-    """Draws cases over the fixtures in ``folder``.
+    """Draws cases.
 
     Args:
-        pristine: the same files, which no command changes.
-        out: a folder that no case finds there.
-        commands: those to draw; none: all.
+        folder: the fixtures.
+        pristine: a copy of the fixtures that no command changes.
+        out: output folder of commands, which does not exist when a case starts.
+        seed: seed of all cases.
+        commands: commands to draw; empty: all.
     """
 
     def __init__(self, folder: Path, pristine: Path, out: Path, seed: int, commands: tuple[str, ...] = ()) -> None:
@@ -90,7 +87,7 @@ class Generator:
         self._actions = {name: [a for a in p._actions if a.dest != "help"] for name, p in table.choices.items()}
 
     def case(self, number: int) -> Case:
-        """The case of this number: the same for a seed, whichever others are drawn."""
+        """Draw the case of this number; it depends on the seed and the number alone."""
         self._random = random.Random(f"{self._seed}:{number}")
         kinds = {
             self._odd_option: 6,
@@ -111,6 +108,7 @@ class Generator:
         return Case(self._line()[1], "nothing is odd", valid=True)
 
     def _line(self) -> tuple[str, list[str]]:
+        """Draw a command and a valid command line of it."""
         command = self._random.choice(self._commands)
         return command, [command, *words(self._random.choice(COMMANDS[command]), self._folder, self._out)]
 
@@ -127,7 +125,7 @@ class Generator:
         return Case(_with(line, action, value), f"{action.option_strings[0]}={value[:60]!r}", invalid)
 
     def _odd_value(self, action: argparse.Action) -> tuple[str, bool]:
-        """An odd value of an option and whether it is certainly invalid."""
+        """Draw an odd value of an option; also return whether it is certainly invalid."""
         draw, kind = self._random.choice, _kind(action)
         if action.choices is not None:
             return draw((*WORDS, *NOT_NUMBERS)), True
@@ -135,8 +133,9 @@ class Generator:
             return (draw(NOT_WHOLE), True) if self._random.random() < 0.6 else (draw(EXTREME), False)
         if kind == "whole list":
             bad = draw(NOT_WHOLE)
-            text, certain = draw(((bad, True), ("4,,8", True), ("4,4", True), (f"4,{bad}", bool(bad.strip()))))
-            return (text, certain) if self._random.random() < 0.7 else (draw(EXTREME), False)
+            # a blank after the comma is no further number, so the list is valid
+            text, invalid = draw(((bad, True), ("4,,8", True), ("4,4", True), (f"4,{bad}", bool(bad.strip()))))
+            return (text, invalid) if self._random.random() < 0.7 else (draw(EXTREME), False)
         if kind == "number":
             return (draw(NOT_NUMBERS), True) if self._random.random() < 0.5 else (draw((*EXTREME, *NOT_FINITE)), False)
         if kind == "path":
@@ -146,6 +145,7 @@ class Generator:
         return draw((*WORDS, *NOT_NUMBERS)), False
 
     def _odd_path(self, dest: str) -> tuple[str, bool]:
+        """Draw an odd path for an option; also return whether it is certainly invalid."""
         odd = self._folder / "odd"
         drawn = self._random.random()
         if drawn < 0.7:
@@ -157,25 +157,27 @@ class Generator:
         return path, dest in _INPUTS
 
     def _odd_positional(self) -> Case | None:
+        """Replace, drop or repeat a path of the fixtures."""
         command, line = self._line()
-        places = [i for i, word in enumerate(line) if i and word.startswith(f"{self._folder}/")]
+        indices = [i for i, word in enumerate(line) if i and word.startswith(f"{self._folder}/")]
         operation = self._random.choice(("replace", "replace", "replace", "drop", "twice", "another"))
-        if not places:
+        if not indices:
             return Case([*line, self._random.choice(WORDS)], "one word more")
-        place = self._random.choice(places)
+        index = self._random.choice(indices)
+        before, word, after = line[:index], line[index], line[index + 1 :]
         if operation == "replace":
             path, _ = self._odd_path("data")
-            about, sources = f"{line[place]} is {path!r}", command.startswith("prepare")
-            return Case([*line[:place], path, *line[place + 1 :]], about, not sources and bool(path.strip()))
+            takes_any_text = command.startswith("prepare")
+            return Case([*before, path, *after], f"{word} is {path!r}", not takes_any_text and bool(path.strip()))
         if operation == "drop":
-            return Case([*line[:place], *line[place + 1 :]], f"without {line[place]}")
+            return Case([*before, *after], f"without {word}")
         if operation == "twice":
-            return Case([*line[:place], line[place], *line[place:]], f"{line[place]} twice")
+            return Case([*before, word, word, *after], f"{word} twice")
         other = self._random.choice(self._fixtures())
-        return Case([*line[:place], other, *line[place + 1 :]], f"{other} for {line[place]}")
+        return Case([*before, other, *after], f"{other} for {word}")
 
     def _many_options(self) -> Case | None:
-        """Several options, each with a value that could be meant: many contradict each other."""
+        """Add several options with plausible values, many of which contradict each other."""
         command, line = self._line()
         options = self._options(command)
         about = []
@@ -219,18 +221,19 @@ class Generator:
         if kind == "short" and options:
             option = self._random.choice(options)
             cut = option[: self._random.randint(3, max(3, len(option) - 1))]
-            known = {o for a in self._options(command) for o in a.option_strings}
-            return Case([*_ours(line)[0], cut, *_ours(line)[1]], "an option cut short", cut not in known)
+            names = {o for a in self._options(command) for o in a.option_strings}
+            before, after = _split_at_dashes(line)
+            return Case([*before, cut, *after], "an option cut short", cut not in names)
         if kind == "after":
-            certain = command not in ("train", "sweep")
+            invalid = command not in ("train", "sweep")
             flag = self._random.choice(("--no-such-flag", "x", "--arch"))
-            return Case([*_ours(line)[0], "--", flag], "after --", certain)
+            return Case([*_split_at_dashes(line)[0], "--", flag], "after --", invalid)
         if kind == "command":
             return Case([self._random.choice((*WORDS, command[:-1], command.upper())), *line[1:]], "another command")
         return Case([command], "no arguments")
 
     def _odd_record(self) -> Case | None:
-        """A record with a field left out, of another type, twice, or extreme."""
+        """Change one field of a record: left out, of another type, twice, or extreme."""
         names = [n for n, readers in RECORDS.items() if set(readers) & set(self._commands)]
         if not names:
             return None
@@ -244,14 +247,15 @@ class Generator:
                 return None
             lines = [f"{command} {self._random.choice(fitting)}"]
         state = self._random.getrandbits(64)
-        said = edit_record(self._pristine / name, random.Random(state), write=False)
+        about = edit_record(self._pristine / name, random.Random(state), write=False)
         line = words(lines[0], self._folder, self._out)
-        return Case(line, f"{name}: {said}", change=lambda f: edit(f / name, state))
+        return Case(line, f"{name}: {about}", change=lambda f: edit(f / name, state))
 
     def _odd_bytes(self) -> Case | None:
-        """A file cut short, or with other bytes in it."""
+        """Damage a file."""
         name = self._random.choice(BINARIES)
-        lines = [f"{c} {one}" for c in self._commands for one in COMMANDS[c] if "{f}/" + name.partition("/")[0] in one]
+        path = "{f}/" + name.partition("/")[0]
+        lines = [f"{command} {rest}" for command in self._commands for rest in COMMANDS[command] if path in rest]
         if name == "module.py":
             lines = [f"{line} --rpe-module {{f}}/module.py" for line in ("list", "bias own", "verdict own")]
             lines = [line for line in lines if line.split()[0] in self._commands]
@@ -274,7 +278,7 @@ class Generator:
         return Case([command, spec], f"spec {spec[:80]!r}", invalid)
 
     def _spec(self, registry: str) -> tuple[str, bool]:
-        """A spec with a mistake, or with an option at an extreme."""
+        """Draw a spec with a mistake or an extreme option; also return whether it is certainly invalid."""
         draw, package = self._random.choice, SPECS[registry]
         name = draw(package.names())
         [described] = [d for d in package.describe() if d.name == name]
@@ -292,7 +296,7 @@ class Generator:
 
 
 def _kind(action: argparse.Action) -> str:
-    """whole, whole list, number, path or word."""
+    """Return the kind of an option's value: whole, whole list, number, number list, path or word."""
     kind: Any = action.type
     if kind is Path:
         return "path"
@@ -306,34 +310,34 @@ def _kind(action: argparse.Action) -> str:
     return {"_whole": "whole", "_number": "number"}.get(name, "word")
 
 
-def _ours(line: list[str]) -> tuple[list[str], list[str]]:
-    """A line before and from a lone -- on."""
-    cut = line.index("--") if "--" in line else len(line)
-    return line[:cut], line[cut:]
+def _split_at_dashes(line: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words before ``--``, and those from ``--`` on."""
+    end = line.index("--") if "--" in line else len(line)
+    return line[:end], line[end:]
 
 
 def _with(line: list[str], action: argparse.Action, value: str | None) -> list[str]:
-    """A line in which an option has this value, in place of the one that it had; ``None``: it takes none."""
-    ours, rest = _ours(line)
-    kept: list[str] = []
-    position = 0
-    while position < len(ours):
-        word = ours[position]
-        if word in action.option_strings:
-            position += 1
-            while position < len(ours) and action.nargs != 0 and not ours[position].startswith("--"):
-                position += 1
-                if action.nargs is None:
-                    break
+    """Return a line in which an option has this value instead of the one that it had; None: an option without value."""
+    before, after = _split_at_dashes(line)
+    others: list[str] = []
+    index = 0
+    while index < len(before):
+        word = before[index]
+        index += 1
+        if word not in action.option_strings:
+            others.append(word)
             continue
-        kept.append(word)
-        position += 1
+        # skip the values of the option: none, one, or all words up to the next option
+        while index < len(before) and action.nargs != 0 and not before[index].startswith("--"):
+            index += 1
+            if action.nargs is None:
+                break
     option = action.option_strings[0]
-    return [*kept, option if value is None else f"{option}={value}", *rest]
+    return [*others, option if value is None else f"{option}={value}", *after]
 
 
 def edit(path: Path, state: int) -> None:
-    """Carry out what ``edit_record`` says, and correct the digests of a folder of questions, so that it is read."""
+    """Edit a record as :func:`edit_record` does, and correct the digests of a question dataset, so that it is read."""
     edit_record(path, random.Random(state))
     folder = path.parent
     if folder.name == "asked" and path.name != "answers.json":
@@ -344,23 +348,29 @@ def edit(path: Path, state: int) -> None:
 
 
 def edit_record(path: Path, draw: random.Random, write: bool = True) -> str:
-    """Change one value of a JSON, JSON-lines or TOML file; says which."""
+    """Change one value of a JSON, JSON-lines or TOML file, and return in words which.
+
+    Args:
+        path: the file.
+        draw: generator that draws the change.
+        write: whether to write the file.
+    """
     text = path.read_text()
     lines = text.splitlines() if path.suffix == ".jsonl" else [text]
     number = draw.randrange(len(lines))
     record = tomllib.loads(text) if path.suffix == ".toml" else json.loads(lines[number])
-    said = _edit_value(record, draw)
+    about = _edit_value(record, draw)
     if path.suffix == ".toml":
         written = _toml(record)
     else:
         lines[number] = json.dumps(record)
         if path.suffix == ".jsonl" and draw.random() < 0.1:
             lines.insert(number, lines[number])
-            said += ", the line twice"
+            about += ", the line twice"
         written = "\n".join(lines) + "\n"
     if write:
         path.write_text(written, errors="surrogatepass")
-    return said
+    return about
 
 
 _OTHERS: tuple[Any, ...] = (
@@ -371,12 +381,13 @@ _OTHERS: tuple[Any, ...] = (
 
 
 def _edit_value(record: Any, draw: random.Random) -> str:
-    where: list[str] = []
+    """Change one value at any depth of a record, and return in words which."""
+    path: list[str] = []
     value = record
     while True:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         key = draw.choice(keys)
-        where.append(str(key))
+        path.append(str(key))
         inner = value[key]
         if isinstance(inner, (dict, list)) and inner and draw.random() < 0.75:
             value = inner
@@ -395,12 +406,12 @@ def _edit_value(record: Any, draw: random.Random) -> str:
         value["no_such_key"] = inner
     else:
         value.append(inner)
-    said = f" = {str(value[key])[:40]!r}" if operation in ("other", "far") else ""
-    return f"{operation} {'.'.join(where)}{said}"
+    new_value = f" = {str(value[key])[:40]!r}" if operation in ("other", "far") else ""
+    return f"{operation} {'.'.join(path)}{new_value}"
 
 
 def _toml(record: dict[str, Any]) -> str:
-    """A table as TOML; what TOML lacks, such as null, is left as it is in JSON, which is then no TOML."""
+    """Return a table as TOML; a value that TOML lacks, such as null, is written as JSON, so the file is invalid."""
 
     def value(item: Any) -> str:
         if isinstance(item, dict):
@@ -415,7 +426,7 @@ def _toml(record: dict[str, Any]) -> str:
 
 
 def damage(path: Path, draw: random.Random) -> None:
-    """Cut a file short, overwrite some of its bytes, add some, or put a folder, a pipe or a device in its place."""
+    """Cut a file short, overwrite some of its bytes, add some, or replace it by a folder, a pipe or a device."""
     if (kind := draw.choice(("bytes", "bytes", "folder", "pipe", "device"))) != "bytes":
         path.unlink()
         if kind == "folder":
@@ -426,10 +437,10 @@ def damage(path: Path, draw: random.Random) -> None:
             path.symlink_to(draw.choice(DEVICES))
         return
     content = bytearray(path.read_bytes())
-    place = draw.randrange(len(content))
+    start = draw.randrange(len(content))
     kind = draw.choice(("cut", "bytes", "more", "nothing", "zeros", "line"))
     if kind == "cut":
-        del content[place:]
+        del content[start:]
     elif kind == "bytes":
         for _ in range(draw.choice((1, 8, 64))):
             content[draw.randrange(len(content))] = draw.randrange(256)
@@ -438,7 +449,7 @@ def damage(path: Path, draw: random.Random) -> None:
     elif kind == "nothing":
         content.clear()
     elif kind == "zeros":
-        content[place:] = bytes(len(content) - place)
+        content[start:] = bytes(len(content) - start)
     else:
-        content[place:place] = b"\n\xff" + b"word " * 50
+        content[start:start] = b"\n\xff" + b"word " * 50
     path.write_bytes(content)

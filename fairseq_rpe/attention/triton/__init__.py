@@ -19,11 +19,11 @@ HEAD_WIDTHS = range(32, 257, 8)  # narrower heads leave tensor cores idle, wider
 
 
 def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
-    """Compute what :func:`~fairseq_rpe.attention.reference.reference` does, without bias or with one of the two types.
+    """Compute what :func:`~fairseq_rpe.attention.reference.reference` does, for these two types of bias or none.
 
-    Products, softmax and sums are float32. The output of queries that are padding themselves is meaningless, as are
-    their positions. Pruning is that of the sdpa backend: padded rows, irregular positions and incremental decoding are
-    computed exactly.
+    Products, softmax and sums are float32. The output of queries that are padding is meaningless, as are their
+    positions. Pruning uses the bound of the sdpa backend; padded rows, irregular positions and incremental decoding
+    are computed exactly.
 
     Args:
         q: (B, H, n, D), D a multiple of 8 from 32 to 256; the queries are the last n of the m tokens.
@@ -42,13 +42,13 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
     if reason := refusal_reason(q, k, v, plan, dropout):
         raise UserError(reason)
     # not at the top of the file: autograd imports the package triton, which is optional
-    from fairseq_rpe.attention.triton.autograd import attend, pruned
+    from fairseq_rpe.attention.triton.autograd import attend, attend_pruned
 
     if plan.prune:
         check_pruning(q, k, v, plan, dropout)
         assert isinstance(plan.bias, ToeplitzBias)  # checked
         if plan.padding is None and q.shape[2] == k.shape[2] and is_evenly_spaced(plan.bias, plan.positions):
-            return pruned(q, k, v, table_by_distance(plan.bias, k.shape[2]), plan.prune)
+            return attend_pruned(q, k, v, table_by_distance(plan.bias, k.shape[2]), plan.prune)
     return attend(q, k, v, plan)
 
 
@@ -57,7 +57,7 @@ def refusal_reason(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout
     width, bias = q.shape[-1], plan.bias
     if reason := unavailable_reason(on_gpu=q.is_cuda):
         return reason
-    if q.is_cuda and not _supported(q.device):
+    if q.is_cuda and not _is_supported(q.device):
         return "backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later: use 'flex' or 'sdpa'"
     if reason := unsupported_reason(plan):
         return reason
@@ -98,5 +98,5 @@ def unsupported_reason(plan: AttentionPlan) -> str | None:
 
 
 @functools.cache
-def _supported(device: torch.device) -> bool:
+def _is_supported(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -5,7 +5,7 @@ those of a ScaledDistanceBias's pieces, distance_values and query_scale. Ordinar
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,10 @@ from fairseq_rpe.attention.triton.tiles import CURVE, DISTANCE, MOST_APART, NONE
 from fairseq_rpe.attention.triton.tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
 from fairseq_rpe.core.bias import ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.score_mod import column_offsets
+
+# BIAS of the kernels by the number of a bias's tensors, which TritonAttention lists; to CURVE the steps of the binary
+# search are added
+_BIAS_BY_COUNT = {0: NONE.value, 1: DISTANCE.value, 3: POSITIONS.value, 6: CURVE.value}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
@@ -49,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 @torch.no_grad()
-def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor:
+def attend_pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor:
     """Compute what :func:`~fairseq_rpe.attention.prune.pruned_attention` does; the error bound is proved there.
 
     The kernel runs twice: over the nearest keys, whose log-sum-exp the bound needs, and over all retained keys.
@@ -69,6 +73,7 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
     batch, heads, n, _ = q.shape
     blocks = triton.cdiv(n, BLOCK)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    # first key of each block of queries in the first run: that of the block before
     first = (torch.arange(blocks, dtype=torch.int32, device=q.device) - 1).clamp_min(0) * BLOCK
     first = first.expand(batch, heads, blocks).contiguous()
     shared = arguments(q, k, v, None, table) | {"first": first, "out": out, "low": None, "lse": lse}
@@ -83,12 +88,16 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
 
 
 class TritonAttention(torch.autograd.Function):
-    """softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
+    """Computes softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
 
     Inputs are q (B, H, n, D), k and v (B, H, m, D) as :func:`_arrange_memory` returns them; ``until`` (B, m) int32, the
-    last query that sees each key, -1 at padding, or None if the row's last sees all of them; and the tensors of the
-    bias: none without bias; table (H, R) by distance in tokens; table, at_q (B or 1, n) and at_k (B or 1, m) for the
-    column at_q[i] - at_k[j]; or value, slope, far, near, breakpoints and midpoints of a ScaledDistanceBias.
+    last query that sees each key, -1 at padding, or None if the row's last query sees all keys; and the tensors of the
+    bias, one of these combinations:
+
+    - no tensor: no bias;
+    - table (H, R) by distance in tokens;
+    - table (H, R), at_q (B or 1, n) and at_k (B or 1, m): the column of a pair is at_q[i] - at_k[j];
+    - value, slope, far, near, breakpoints and midpoints of a ScaledDistanceBias.
 
     Second derivatives are those of the dense formula, in O(n²) memory.
     """
@@ -98,7 +107,8 @@ class TritonAttention(torch.autograd.Function):
         """Compute the output and save what the backward pass needs."""
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        # for half precision: the error of delta = Σ dO·O with a rounded O exceeds the sum of dS of a peaked row
+        # the rounding error of a half-precision output, for the backward pass: with a rounded O, the error of
+        # delta = Σ dO·O exceeds the sum of dS of a query with one large weight
         low = torch.empty_like(q) if q.dtype != torch.float32 and any(ctx.needs_input_grad) else None
         launch(FORWARD, q.shape[2], "BLOCK_M", arguments(q, k, v, until, *tensors), out=out, low=low, lse=lse)
         ctx.save_for_backward(q, k, v, until, out, low, lse, *tensors)
@@ -149,15 +159,16 @@ def _dense(q: Tensor, k: Tensor, until: Tensor | None, *tensors: Tensor) -> tupl
         hidden = hidden.masked_fill(query > until[:, None, None], float("-inf"))  # (B, 1, n, m)
     empty = torch.isneginf(hidden).all(-1, keepdim=True)
     hidden = hidden.masked_fill(empty, 0.0)
-    if len(tensors) == 6:
+    kind = _BIAS_BY_COUNT[len(tensors)]
+    if kind == CURVE.value:
         bias = dense_scaled_distance_bias(m, q, *tensors).nan_to_num(neginf=0.0)
-    elif tensors:
-        index = torch.arange(m, device=q.device)[None]
-        table, at_q, at_k = tensors if len(tensors) == 3 else (tensors[0], index[:, m - n :], index)
-        column = (at_q[:, :, None] - at_k[:, None]).long().clamp(0, table.shape[1] - 1)  # (B or 1, n, m)
-        bias = table[:, column].transpose(0, 1)
-    else:
+    elif kind == NONE.value:
         bias = torch.zeros_like(hidden)
+    else:
+        index = torch.arange(m, device=q.device)[None]
+        table, at_q, at_k = tensors if kind == POSITIONS.value else (tensors[0], index[:, m - n :], index)
+        column = (at_q[:, :, None] - at_k[:, None]).long().clamp(0, table.shape[1] - 1)  # (B or 1, n, m)
+        bias = table[:, column].transpose(0, 1)  # (B or 1, H, n, m)
     return bias + hidden, empty
 
 
@@ -191,21 +202,8 @@ def arguments(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None, *tensors: T
         until: (B, m) int32 last query that sees each key, -1 at padding, or None.
         tensors: tensors of the bias, in one of the combinations that :class:`TritonAttention` lists.
     """
-    width, bias = q.shape[3], NONE.value
-    table: Tensor | None = None
-    at_q: Tensor | None = None
-    at_k: Tensor | None = None
-    if len(tensors) == 6:
-        value, slope, far, near, breakpoints, midpoints = tensors
-        steps = (value.shape[1] - 1).bit_length()  # of a binary search among the pieces
-        bias, table = CURVE.value + steps, _pack_pieces(breakpoints, midpoints, value, slope, 1 << steps)
-        at_q, at_k = near.float().contiguous(), F.pad(far.float(), (0, TABLE_MARGIN))[None]
-    elif tensors:
-        bias = DISTANCE.value if len(tensors) == 1 else POSITIONS.value
-        if bias == POSITIONS.value:
-            _, at_q, at_k = tensors
-        margin = TABLE_MARGIN if at_q is None else 0
-        table = F.pad(tensors[0].float() * LOG2E, (0, margin)).contiguous()
+    width = q.shape[3]
+    bias, table, at_q, at_k = _bias_arguments(tensors)
     until = None if until is None else until.contiguous()
     tensor_args = {"q": q, "k": k, "v": v, "table": table, "at_q": at_q, "at_k": at_k, "until": until}
     args: dict[str, Any] = {name: q if x is None else x for name, x in tensor_args.items()}
@@ -218,8 +216,38 @@ def arguments(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None, *tensors: T
     return args | {"BIAS": bias, "PADDED": until is not None}
 
 
+class _BiasArguments(NamedTuple):
+    """The arguments of the kernels that describe a bias, see ``tiles``."""
+
+    bias: int
+    table: Tensor | None = None
+    at_q: Tensor | None = None
+    at_k: Tensor | None = None
+
+
+def _bias_arguments(tensors: tuple[Tensor, ...]) -> _BiasArguments:
+    """Convert the tensors of a bias to base 2 and to the layout that the kernels read."""
+    bias = _BIAS_BY_COUNT[len(tensors)]
+    if bias == CURVE.value:
+        value, slope, far, near, breakpoints, midpoints = tensors
+        steps = (value.shape[1] - 1).bit_length()  # of a binary search among the pieces
+        table = _pack_pieces(breakpoints, midpoints, value, slope, 1 << steps)
+        at_q, at_k = near.float().contiguous(), F.pad(far.float(), (0, TABLE_MARGIN))[None]
+        return _BiasArguments(bias + steps, table, at_q, at_k)
+    if bias == DISTANCE.value:
+        (table,) = tensors
+        return _BiasArguments(bias, F.pad(table.float() * LOG2E, (0, TABLE_MARGIN)).contiguous())
+    if bias == POSITIONS.value:
+        table, at_q, at_k = tensors
+        return _BiasArguments(bias, (table.float() * LOG2E).contiguous(), at_q, at_k)
+    return _BiasArguments(bias)
+
+
 def _pack_pieces(breakpoints: Tensor, midpoints: Tensor, value: Tensor, slope: Tensor, count: int) -> Tensor:
-    """Return (H, 4 count): end, midpoint, and value and slope in base 2, of each piece and of padding without any x."""
+    """Return (H, 4·count): end, midpoint, and value and slope in base 2, of each piece, padded to ``count`` pieces.
+
+    The last piece and the padding end at infinity, so no x is in the padding.
+    """
     ends = F.pad(breakpoints, (0, count - len(breakpoints)), value=math.inf)
     columns = [ends, F.pad(midpoints, (0, count - len(midpoints)))]
     lines = [F.pad(x.float() * LOG2E, (0, count - x.shape[1])) for x in (value, slope)]

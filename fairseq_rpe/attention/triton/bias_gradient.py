@@ -21,13 +21,15 @@ from fairseq_rpe.attention.triton import tuning
 from fairseq_rpe.attention.triton.tiles import (
     CURVE,
     DISTANCE,
+    ENTRIES,
     INTERPRETED,
     LENGTHS,
+    MIDPOINT,
     POSITIONS,
-    on_curve,
-    queries_of,
-    query_gradients,
-    query_rows,
+    curve_bias,
+    load_query_rows,
+    query_indices,
+    score_gradients,
 )
 from fairseq_rpe.attention.triton.tuning import run
 
@@ -40,8 +42,8 @@ def diagonal_sums(
 ):  # fmt: skip
     """Sum dS by distance, or for a scaled-distance bias the gradient of far in base 2.
 
-    A program has one block distance t of a head of a sequence. sums (B, H, T, 2·SIZE): entry x is distance
-    (t - 1)·SIZE + x.
+    A program adds up all tiles of one head and sequence at one block distance t, the difference of their block indices.
+    sums (B, H, T, 2·SIZE): entry x is distance (t - 1)·SIZE + x.
     """
     t = tl.program_id(0)
     gap = t * SIZE
@@ -51,22 +53,22 @@ def diagonal_sums(
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     per_row = (batch * tl.num_programs(1) + head) * n
     table_row = table + head * columns
-    terms = (table_row, at_k, until + batch * m, columns, scale)
+    head_args = (table_row, at_k, until + batch * m, columns, scale)
     tile = tl.zeros([SIZE, SIZE], dtype=tl.float32)
     for first in range(tl.maximum(gap - (m - n), 0) // SIZE * SIZE, n, SIZE):
-        at, row = queries_of(first, rows, at_q + batch * at_q_b, n, m, BIAS)
+        at, at_q_block = query_indices(first, rows, at_q + batch * at_q_b, n, m, BIAS)
         start = first + (m - n) - gap
-        block = query_rows(queries, grads, lse + per_row, delta + per_row, first, rows, q_n, n, WIDTH, BLOCK_D)
-        ds, _ = query_gradients(
-            block, gap, at, row, start, rows, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, True
+        block = load_query_rows(queries, grads, lse + per_row, delta + per_row, first, rows, q_n, n, WIDTH, BLOCK_D)
+        ds, _ = score_gradients(
+            block, gap, at, at_q_block, start, rows, keys, values, k_n, m, head_args, WIDTH, BLOCK_D, BIAS, PADDED, True
         )
         if BIAS >= CURVE:
             i, j = at[:, None], (start + rows)[None, :]
             visible = (j <= i) & (j >= 0)
-            _, _, _, _, slope = on_curve(
-                gap, i, j, row[:, None], at_k, m, table_row, columns, visible, BIAS - CURVE, True, True
+            _, _, _, _, slope = curve_bias(
+                gap, i, j, at_q_block[:, None], at_k, m, table_row, columns, visible, BIAS - CURVE, True, True
             )  # fmt: skip
-            ds *= slope * row[:, None]
+            ds *= slope * at_q_block[:, None]
         tile += ds
     diagonal = rows[:, None] - rows[None, :] + SIZE
     at_sum = sums + ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + t) * (2 * SIZE)
@@ -82,7 +84,7 @@ def walked_sums(
 ):  # fmt: skip
     """Sum dS over one block of queries of a head, by column of a table, or by piece of a scaled-distance bias.
 
-    Table at arbitrary positions: sums (H, columns), in whatever order the atomics come; near_grad is not used.
+    Table at arbitrary positions: sums (H, columns), in no fixed order of the atomics; near_grad is not used.
 
     Scaled distance: bias[h, i, j] = value[h, p] + slope[h, p]·(x - midpoint[p]), x = far[i-j]·near[i] in piece p. So dS
     goes to value[p] and dS·(x - midpoint[p]) to slope[p], into sums (B, H, blocks, K, 2), and dS·slope[p]·far[i-j] to
@@ -92,38 +94,41 @@ def walked_sums(
     start = tl.program_id(0) * SIZE
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows = tl.arange(0, SIZE)
-    at, row = queries_of(start, rows, at_q + batch * at_q_b, n, m, BIAS)
+    at, at_q_block = query_indices(start, rows, at_q + batch * at_q_b, n, m, BIAS)
     offset, per_head = batch * q_b + head * q_h, batch * tl.num_programs(1) + head
     per_row = per_head * n
-    block = query_rows(q + offset, grad + offset, lse + per_row, delta + per_row, start, rows, q_n, n, WIDTH, BLOCK_D)
+    block = load_query_rows(
+        q + offset, grad + offset, lse + per_row, delta + per_row, start, rows, q_n, n, WIDTH, BLOCK_D
+    )
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     table_row, at_k_row = table + head * columns, at_k + batch * at_k_b
-    terms = (table_row, at_k_row, until + batch * m, columns, scale)
+    head_args = (table_row, at_k_row, until + batch * m, columns, scale)
     program_sums = sums + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
-    total = tl.zeros([SIZE], dtype=tl.float32)
+    total = tl.zeros([SIZE], dtype=tl.float32)  # gradient of near
     for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
         gap = start + m - n - first
-        ds, _ = query_gradients(
-            block, gap, at, row, first, rows, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, True
+        ds, _ = score_gradients(
+            block, gap, at, at_q_block, first, rows, keys, values, k_n, m, head_args, WIDTH, BLOCK_D, BIAS, PADDED, True
         )
         i, j = at[:, None], (first + rows)[None, :]
         visible = j <= i
         if BIAS == POSITIONS:
-            column = row[:, None] - tl.load(at_k_row + j, mask=j < m, other=0)
+            column = at_q_block[:, None] - tl.load(at_k_row + j, mask=j < m, other=0)
             column = tl.minimum(tl.maximum(column, 0), columns - 1)
             tl.atomic_add(sums + head * columns + column, ds, mask=(i < m) & visible)
         else:
-            far, x, nearest, last, slope = on_curve(
-                gap, i, j, row[:, None], at_k_row, m, table_row, columns, visible, BIAS - CURVE, True, True
+            far, x, first_piece, last_piece, slope = curve_bias(
+                gap, i, j, at_q_block[:, None], at_k_row, m, table_row, columns, visible, BIAS - CURVE, True, True
             )  # fmt: skip
             total += tl.sum(ds * slope * far, 1)
-            for p in range(nearest, last + 4, 4):
-                begin = tl.load(table_row + p - 4, mask=p > 0, other=float("-inf"))
+            for p in range(first_piece, last_piece + ENTRIES, ENTRIES):
+                begin = tl.load(table_row + p - ENTRIES, mask=p > 0, other=float("-inf"))
                 # NaN is in every piece, so that it propagates
                 piece_ds = tl.where((x < begin) | (x >= tl.load(table_row + p)), 0.0, ds)
-                # atomics of one thread, in order: a load and a store would need a barrier
+                # two sums for each piece, of which the table has ENTRIES numbers: so p / 2 is the index of the first
+                # one thread does all atomics of an element, in order: a load and a store would need a barrier
                 tl.atomic_add(program_sums + p // 2, tl.sum(piece_ds), sem="relaxed")
-                offset_in_piece = x - tl.load(table_row + p + 1)
+                offset_in_piece = x - tl.load(table_row + p + MIDPOINT)
                 tl.atomic_add(program_sums + p // 2 + 1, tl.sum(piece_ds * offset_in_piece), sem="relaxed")
     if BIAS >= CURVE:
         tl.store(near_grad + per_row + start + rows, total, mask=start + rows < n)
@@ -137,35 +142,53 @@ def bias_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list
         needed: whether the gradient of each tensor is needed.
         tensors: tensors of the bias, in one of the combinations that ``TritonAttention`` lists.
     """
-    grads: list[Tensor | None] = [None] * len(tensors)
     if not any(needed):
-        return grads
-    q, bias = shared["q"], shared["BIAS"]
-    size, options = _squares(walked_sums, shared)
-    blocks = triton.cdiv(shared["n"], size)
-    if bias == DISTANCE.value:
-        grads[0] = _distance_sums(shared)
-    elif bias == POSITIONS.value:
-        grads[0] = q.new_zeros(tensors[0].shape, dtype=torch.float32)
-        run(walked_sums, lambda meta: blocks, shared, sums=grads[0], near_grad=None, **options)
-    elif needed[0] or needed[1] or needed[3]:
-        value, _, _, near, _, _ = tensors
-        piece_grads = q.new_zeros(*q.shape[:2], blocks, shared["columns"] // 4, 2, dtype=torch.float32)
-        near_grads = q.new_empty(q.shape[:3], dtype=torch.float32)
-        run(walked_sums, lambda meta: blocks, shared, sums=piece_grads, near_grad=near_grads, **options)
-        grads[:2] = piece_grads.sum((0, 2))[:, : value.shape[1]].unbind(2)
-        grads[3] = near_grads.sum(1).sum_to_size(near.shape) / LOG2E
-    if bias >= CURVE.value and needed[2]:
-        grads[2] = _distance_sums(shared).sum(0) / LOG2E
+        return [None] * len(tensors)
+    if shared["BIAS"] == DISTANCE.value:
+        grads: list[Tensor | None] = [_distance_sums(shared)]
+    elif shared["BIAS"] == POSITIONS.value:
+        table, _, _ = tensors
+        grads = [_column_sums(shared, table), None, None]
+    else:
+        grads = _curve_gradients(shared, needed, tensors)
     triples = zip(grads, tensors, needed, strict=True)
     return [x.to(like.dtype) if need and x is not None else None for x, like, need in triples]
+
+
+def _column_sums(shared: dict[str, Any], table: Tensor) -> Tensor:
+    """Return (H, R) float32 sums of dS by column of a table at arbitrary positions."""
+    sums = shared["q"].new_zeros(table.shape, dtype=torch.float32)
+    size, options = _square_tiles(walked_sums, shared)
+    blocks = triton.cdiv(shared["n"], size)
+    run(walked_sums, lambda meta: blocks, shared, sums=sums, near_grad=None, **options)
+    return sums
+
+
+def _curve_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list[Tensor]) -> list[Tensor | None]:
+    """Return float32 gradients of the six tensors of a ScaledDistanceBias."""
+    value, _, _, near, _, _ = tensors
+    needs_value, needs_slope, needs_far, needs_near, _, _ = needed
+    value_grad = slope_grad = far_grad = near_grad = None
+    if needs_value or needs_slope or needs_near:
+        q = shared["q"]
+        size, options = _square_tiles(walked_sums, shared)
+        blocks, pieces = triton.cdiv(shared["n"], size), shared["columns"] // ENTRIES.value
+        piece_grads = q.new_zeros(*q.shape[:2], blocks, pieces, 2, dtype=torch.float32)
+        near_grads = q.new_empty(q.shape[:3], dtype=torch.float32)
+        run(walked_sums, lambda meta: blocks, shared, sums=piece_grads, near_grad=near_grads, **options)
+        # (H, K, 2) without the table's padding -> (H, K) each
+        value_grad, slope_grad = piece_grads.sum((0, 2))[:, : value.shape[1]].unbind(2)
+        near_grad = near_grads.sum(1).sum_to_size(near.shape) / LOG2E
+    if needs_far:
+        far_grad = _distance_sums(shared).sum(0) / LOG2E
+    return [value_grad, slope_grad, far_grad, near_grad, None, None]
 
 
 def _distance_sums(shared: dict[str, Any]) -> Tensor:
     """Return (H, m) float32 sums of dS by distance."""
     q, m = shared["q"], shared["m"]
     batch, heads, _, _ = q.shape
-    size, options = _squares(diagonal_sums, shared)
+    size, options = _square_tiles(diagonal_sums, shared)
     blocks = triton.cdiv(m, size) + 1
     sums = q.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
     run(diagonal_sums, lambda meta: blocks, shared, sums=sums, **options)
@@ -177,10 +200,10 @@ def _distance_sums(shared: dict[str, Any]) -> Tensor:
     return by_distance.flatten(1)[:, size : size + m]
 
 
-def _squares(kernel: Any, shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def _square_tiles(kernel: Any, shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Return the side of square tiles of a kernel, and its launch options."""
-    bytes_each = shared["q"].element_size()
-    size, warps, stages = squares(kernel.__name__, shared["BLOCK_D"] * bytes_each, bytes_each == 4)
+    element_bytes = shared["q"].element_size()
+    size, warps, stages = squares(kernel.__name__, shared["BLOCK_D"] * element_bytes, element_bytes == 4)
     size = tuning.INTERPRETER_SIZES["BLOCK_N"] if INTERPRETED else size
     return size, {"SIZE": size, "num_warps": warps, "num_stages": stages}
 

@@ -1,9 +1,8 @@
 """Triton kernels of causal attention with a bias: forward, dQ, and dK with dV.
 
-Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Tensors with a row per query share one
-memory layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. BIAS is
-described in ``tiles``. A program loops over blocks below the diagonal, then over those on it; the loops are compiled
-separately.
+Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. ``tiles`` describes the arguments. The last
+dimension of each tensor is dense. A program loops over the blocks of keys below the diagonal, which all of its queries
+see, and then over the blocks on the diagonal; the two loops are compiled separately.
 """
 
 import triton
@@ -14,11 +13,11 @@ from fairseq_rpe.attention.triton.tiles import (
     LENGTHS,
     dot,
     load,
+    load_query_rows,
     logits,
-    queries_of,
-    query_gradients,
-    query_rows,
-    rounded,
+    query_indices,
+    round_to,
+    score_gradients,
     store,
 )
 
@@ -32,24 +31,26 @@ def forward(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output of one block of queries of one head. Only the autotuner reads ``lengths``, here and below.
+    """Compute output and log-sum-exp of one block of queries of one head by online softmax, key block by key block.
 
+    lengths: class of lengths, which only the autotuner reads, here and below.
     low: None, or in out's layout the rounding error of ``out``, for the backward pass.
     first: None, or int32 (B, H, n / BLOCK) first key that each ``prune.BLOCK`` of queries reads, a multiple of it.
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    at, row = queries_of(start, rows, at_q + batch * at_q_b, n, m, BIAS)
+    at, at_q_block = query_indices(start, rows, at_q + batch * at_q_b, n, m, BIAS)
     q_block = load(q + batch * q_b + head * q_h, start, rows, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
-    terms = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale)
+    head_args = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale)
+    # of the keys read so far: Σ exp2(s - top)·v, Σ exp2(s - top), and the largest logit
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     below = (start + m - n + 1) // BLOCK_N * BLOCK_N  # keys that the block's first query sees, whole blocks of them
     last = tl.minimum(start + BLOCK_M + m - n, m)
-    far, unseen = 0, 0.0
+    far, unseen = 0, 0.0  # first key to read; log-sum-exp of a query that sees no key
     if first is not None:
         decided = tl.cdiv(n, PRUNE_BLOCK)
         far = tl.load(first + (batch * tl.num_programs(1) + head) * decided + start // PRUNE_BLOCK)
@@ -59,21 +60,21 @@ def forward(
             k_block = load(keys, begin, cols, k_n, m, WIDTH, BLOCK_D, not diagonal)
             v_block = load(values, begin, cols, k_n, m, WIDTH, BLOCK_D, not diagonal)
             product, gap, j = dot(q_block, tl.trans(k_block)), start + m - n - begin, begin + cols
-            s = logits(product, gap, at[:, None], j[None, :], row[:, None], m, terms, BIAS, PADDED, diagonal)
+            s = logits(product, gap, at[:, None], j[None, :], at_q_block[:, None], m, head_args, BIAS, PADDED, diagonal)
             higher = tl.maximum(top, tl.max(s, 1))
             # a row that has seen nothing yet has top -inf, and -inf - -inf is NaN
             base = tl.where(higher == float("-inf"), 0.0, higher)
             p = tl.exp2(s - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None] + dot(rounded(p, v_block.dtype), v_block)
+            acc = acc * shrink[:, None] + dot(round_to(p, v_block.dtype), v_block)
             top = higher
     empty = top == float("-inf")  # a row without keys: its output is 0, and its weights in the backward pass are 0
     total = tl.where(empty, 1.0, total)
     mean, offset = acc / total[:, None], batch * q_b + head * q_h
     store(out + offset, start, rows, q_n, n, mean, WIDTH, BLOCK_D)
     if low is not None:
-        error = mean - rounded(mean, out.dtype.element_ty).to(tl.float32)
+        error = mean - round_to(mean, out.dtype.element_ty).to(tl.float32)
         store(low + offset, start, rows, q_n, n, error, WIDTH, BLOCK_D)
     lse_row = lse + (batch * tl.num_programs(1) + head) * n + start
     tl.store(lse_row + rows, tl.where(empty, unseen, top) + tl.log2(total), mask=start + rows < n)
@@ -86,7 +87,7 @@ def query_gradient(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ of one block of queries, and delta = Σ_j P dP, which the other kernels read. factor is 1/sqrt(D).
+    """Compute dQ of one block of queries, and delta = Σ_j P dP, which the other kernels read. factor: 1/sqrt(D).
 
     Here delta is Σ_d dO·O, the same apart from the rounding of P and O in half precision. Gradients of learned biases
     add up n² terms dS and with them this error. The dS of a query should sum to 0, so delta is corrected by their sum.
@@ -95,7 +96,7 @@ def query_gradient(
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     i = start + rows
-    at, row = queries_of(start, rows, at_q + batch * at_q_b, n, m, BIAS)
+    at, at_q_block = query_indices(start, rows, at_q + batch * at_q_b, n, m, BIAS)
     offset = batch * q_b + head * q_h
     q_block = load(q + offset, start, rows, q_n, n, WIDTH, BLOCK_D)
     grad_block = load(grad + offset, start, rows, q_n, n, WIDTH, BLOCK_D)
@@ -107,7 +108,7 @@ def query_gradient(
     lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
     block = (q_block, grad_block, lse_block, delta_block)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
-    terms = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale)
+    head_args = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale)
     below = (start + m - n + 1) // BLOCK_N * BLOCK_N
     last = tl.minimum(start + BLOCK_M + m - n, m)
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -115,10 +116,11 @@ def query_gradient(
     for diagonal in tl.static_range(2):
         for begin in range(below if diagonal else 0, last if diagonal else below, BLOCK_N):
             gap = start + m - n - begin
-            ds, k_block = query_gradients(
-                block, gap, at, row, begin, cols, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, diagonal
-            )
-            total += dot(rounded(ds, k_block.dtype), k_block)
+            ds, k_block = score_gradients(
+                block, gap, at, at_q_block, begin, cols, keys, values, k_n, m, head_args,
+                WIDTH, BLOCK_D, BIAS, PADDED, diagonal,
+            )  # fmt: skip
+            total += dot(round_to(ds, k_block.dtype), k_block)
             excess += tl.sum(ds, 1)
     tl.store(delta + per_row + i, delta_block + excess, mask=i < n)
     store(dq + offset, start, rows, q_n, n, total * factor, WIDTH, BLOCK_D)
@@ -131,7 +133,10 @@ def key_gradient(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """DK and dV of one block of keys, which walks down the queries that see it. factor is 1/sqrt(D)."""
+    """Compute dK and dV of one block of keys, in a loop over the blocks of queries that see it. factor: 1/sqrt(D).
+
+    The first loop has the blocks of queries on the diagonal, the second one those below it.
+    """
     start = tl.program_id(0) * BLOCK_N
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -140,7 +145,7 @@ def key_gradient(
     v_block = load(v + offset, start, cols, k_n, m, WIDTH, BLOCK_D)
     queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
     per_row = (batch * tl.num_programs(1) + head) * n
-    terms = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale)
+    head_args = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale)
     at_q_row = at_q + batch * at_q_b
     first = tl.maximum(start - (m - n), 0) // BLOCK_M * BLOCK_M
     # from this block of queries on, all of them see all of the keys
@@ -149,16 +154,16 @@ def key_gradient(
     dv_block = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     for diagonal in tl.static_range(1, -1, -1):
         for begin in range(first if diagonal else below, tl.minimum(below, n) if diagonal else n, BLOCK_M):
-            at, row = queries_of(begin, rows, at_q_row, n, m, BIAS)
-            q_block, grad_block, lse_block, delta_block = query_rows(
+            at, at_q_block = query_indices(begin, rows, at_q_row, n, m, BIAS)
+            q_block, grad_block, lse_block, delta_block = load_query_rows(
                 queries, grads, lse + per_row, delta + per_row, begin, rows, q_n, n, WIDTH, BLOCK_D
             )
             # tiles are transposed, keys by queries: so K and V, the left factors, are spread over the warps, not copied
             product, gap, j = dot(k_block, tl.trans(q_block)), begin + m - n - start, start + cols
-            s = logits(product, gap, at[None, :], j[:, None], row[None, :], m, terms, BIAS, PADDED, diagonal)
+            s = logits(product, gap, at[None, :], j[:, None], at_q_block[None, :], m, head_args, BIAS, PADDED, diagonal)
             p = tl.exp2(s - lse_block[None, :])
             ds = p * (dot(v_block, tl.trans(grad_block)) - delta_block[None, :])
-            dv_block += dot(rounded(p, grad_block.dtype), grad_block)
-            dk_block += dot(rounded(ds, q_block.dtype), q_block)
+            dv_block += dot(round_to(p, grad_block.dtype), grad_block)
+            dk_block += dot(round_to(ds, q_block.dtype), q_block)
     store(dk + offset, start, cols, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
     store(dv + offset, start, cols, k_n, m, dv_block, WIDTH, BLOCK_D)

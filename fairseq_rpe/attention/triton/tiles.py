@@ -12,6 +12,18 @@ BIAS determines the content of ``table``, ``at_q`` and ``at_k``, of a head and a
 - CURVE + s: table (2^s, 4) with the end, midpoint, value and slope of each piece of a ``ScaledDistanceBias``, the last
   end at infinity; float32 at_q is its ``query_scale`` (near), at_k its ``distance_values`` (far) with ``TABLE_MARGIN``
   more entries. One compilation serves any number of pieces up to 2^s.
+
+These arguments have the same meaning in all kernels:
+
+- q, grad, out, dq: (B, H, n, D) in one memory layout; q_b, q_h, q_n: elements to the next sequence, head and query;
+- k, v, dk, dv: (B, H, m, D) in one memory layout; k_b, k_h, k_n: likewise;
+- lse, delta: (B, H, n) float32, the log-sum-exp in base 2 and Σ_j P·dP;
+- at_q_b, at_k_b: elements from a sequence's at_q and at_k to the next one's, 0 if all sequences share them;
+- until: (B, m) int32, the last query that sees each key, -1 at padding; read if PADDED;
+- columns: length of a head's table, at least 1;
+- scale: log2(e) / sqrt(D);
+- gap: absolute index of a tile's first query less that of its first key;
+- DIAGONAL: whether causality may hide some key of a tile from some query; otherwise only ``until`` hides keys.
 """
 
 import os
@@ -21,15 +33,17 @@ import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TABLE_MARGIN = 256  # at least twice the largest block
-MOST_APART = 2**23  # numbers from a row to the next one: a tile of 128 rows then has addresses within 32 bits
-LENGTHS = ("n", "m", "columns", "lengths")  # one compilation serves all of them, odd or even
-FEW_STEPS = tl.constexpr(5)  # of a binary search; up to here a tile loops over its pieces instead
+MOST_APART = 2**23  # elements from a row to the next one: a tile of 128 rows then has addresses within 32 bits
+LENGTHS = ("n", "m", "columns", "lengths")  # arguments for whose values, odd or even, one compilation serves
+FEW_STEPS = tl.constexpr(5)  # steps of a binary search up to which a tile loops over its pieces instead
+# entries of a piece in the table of a curve; the first is its end
+MIDPOINT, VALUE, SLOPE_ENTRY, ENTRIES = (tl.constexpr(x) for x in range(1, 5))
 NONE, DISTANCE, POSITIONS, CURVE = (tl.constexpr(x) for x in range(4))
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr):
+def round_to(x, dtype: tl.constexpr):
     """Return float32 x in dtype, rounded to nearest, ties to even."""
     if IN_INTERPRETER and dtype == tl.bfloat16:  # the interpreter truncates where hardware rounds
         bits = x.to(tl.int32, bitcast=True)
@@ -69,29 +83,31 @@ def store(base, start, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D
     d = tl.arange(0, BLOCK_D)
     address = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + d[None, :])
     mask = (start + rows < count)[:, None] & (d < WIDTH)[None, :]
-    tl.store(address, rounded(values, base.dtype.element_ty), mask=mask)
+    tl.store(address, round_to(values, base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def queries_of(start, rows, at_q, n, m, BIAS: tl.constexpr):
-    """Return the absolute indices of queries start + rows, and their at_q, that of the last query beyond it."""
+def query_indices(start, rows, at_q, n, m, BIAS: tl.constexpr):
+    """Return the absolute indices of queries start + rows, and their at_q; beyond the last query its at_q repeats."""
     at = start + (m - n) + rows
-    row = at
+    at_q_block = at
     if BIAS >= POSITIONS:
-        row = tl.load(at_q + tl.minimum(start + rows, n - 1))
-    return at, row
+        at_q_block = tl.load(at_q + tl.minimum(start + rows, n - 1))
+    return at, at_q_block
 
 
 @triton.jit
-def on_curve(
+def curve_bias(
     gap, at, j, near, far, m, table, columns, visible,
     STEPS: tl.constexpr, DIAGONAL: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Return far and x of a tile's pairs, their first and last piece, times 4, and their bias or its slope.
+    """Return far and x = far·near of a tile's pairs, the offsets of their first and last piece, and bias or slope.
 
-    far never decreases, so the least and the largest distance determine which pieces these are. A loop over few pieces
-    needs no look-up and no address for each pair; among many pieces each pair is searched.
-    gap, at, j: as in :func:`logits`.
+    The offset of a piece is the index of its end in the table, 4 times its number. far never decreases, so the least
+    and the largest distance of the tile determine the first and the last piece. If a table has few pieces, a loop over
+    the tile's pieces needs no look-up and no address for each pair. Among many pieces, each pair is searched.
+
+    gap, at, j: as in :func:`logits`. STEPS: steps of a binary search. SLOPE: whether to return the slope.
     """
     # 64-bit sums of a row and a column let the compiler address neighbours by constants, from one register
     entry = (far + at.to(tl.int64)) - j.to(tl.int64)
@@ -104,50 +120,51 @@ def on_curve(
     most = tl.load(far + tl.minimum(tl.maximum(gap + at.shape[0] * at.shape[1] - 1, 0), m - 1)) * tl.max(near)
     first, last = 0, 0
     for step in tl.static_range(STEPS - 1, -1, -1):  # binary searches for the first end beyond each
-        half = 4 << step
-        first += tl.where(tl.load(table + first + (half - 4)) <= least, half, 0)
-        last += tl.where(tl.load(table + last + (half - 4)) <= most, half, 0)
-    line_or_slope = tl.load(table + first + 3)
+        half = ENTRIES << step
+        first += tl.where(tl.load(table + first + (half - ENTRIES)) <= least, half, 0)
+        last += tl.where(tl.load(table + last + (half - ENTRIES)) <= most, half, 0)
+    line_or_slope = tl.load(table + first + SLOPE_ENTRY)
     if SLOPE:
         line_or_slope = tl.where(x == x, line_or_slope, x)  # NaN is in no piece, so it propagates
     else:
-        line_or_slope = tl.load(table + first + 2) + line_or_slope * (x - tl.load(table + first + 1))
+        line_or_slope = tl.load(table + first + VALUE) + line_or_slope * (x - tl.load(table + first + MIDPOINT))
     if last > first:  # a loop outside of a branch would keep the loop around it from being pipelined
         if STEPS <= FEW_STEPS:
-            for p in range(first + 4, last + 4, 4):
-                line = tl.load(table + p + 3)
+            for p in range(first + ENTRIES, last + ENTRIES, ENTRIES):
+                line = tl.load(table + p + SLOPE_ENTRY)
                 if not SLOPE:
-                    line = tl.load(table + p + 2) + line * (x - tl.load(table + p + 1))
-                line_or_slope = tl.where(x >= tl.load(table + p - 4), line, line_or_slope)
+                    line = tl.load(table + p + VALUE) + line * (x - tl.load(table + p + MIDPOINT))
+                # a piece begins at the end of the one before
+                line_or_slope = tl.where(x >= tl.load(table + p - ENTRIES), line, line_or_slope)
         else:
             piece, half = tl.zeros_like(x).to(tl.int32), columns
             for _ in range(0, STEPS):
                 half = half // 2
-                piece += tl.where(tl.load(table + piece + (half - 4)) <= x, half, 0)
-            line_or_slope = tl.load(table + piece + 3)
+                piece += tl.where(tl.load(table + piece + (half - ENTRIES)) <= x, half, 0)
+            line_or_slope = tl.load(table + piece + SLOPE_ENTRY)
             if not SLOPE:
-                line_or_slope = tl.load(table + piece + 2) + line_or_slope * (x - tl.load(table + piece + 1))
+                line_or_slope = tl.load(table + piece + VALUE) + line_or_slope * (x - tl.load(table + piece + MIDPOINT))
     return far_value, x, first, last, line_or_slope
 
 
 @triton.jit
 def logits(
-    product, gap, at, j, at_q, m, terms,
+    product, gap, at, j, at_q, m, head_args,
     BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Return logits from products q·k, -inf where hidden. at, at_q: (BLOCK_M, 1), j: (1, BLOCK_N), or both transposed.
+    """Return the logits of a tile from its products q·k; -inf where a query does not see a key.
 
-    gap: the first at less the first j. terms: table, at_k and until of the head and the sequence, columns, scale.
-    until, read if PADDED: the last query that sees each key, -1 at padding.
-    Without DIAGONAL every query of the block sees every key j, apart from what ``until`` hides.
+    product: (BLOCK_M, BLOCK_N) q·k, or transposed, keys by queries. at: (BLOCK_M, 1) absolute indices of the queries,
+    and at_q likewise; j: (1, BLOCK_N) indices of the keys; or both transposed. gap: the first ``at`` less the first
+    ``j``. head_args: table, at_k and until of this head and sequence, columns, scale.
     """
-    table, at_k, until, columns, scale = terms
+    table, at_k, until, columns, scale = head_args
     s = product * scale
     visible = None
     if DIAGONAL or PADDED:
         # apart, at and j take a register each; a difference would take one for every pair, kept from tile to tile
         visible = (j <= at) & (j >= 0)
-    # always true: loads inside a branch are not staged through shared memory, where these would take most of it
+    # columns > 0 is always true: loads inside a branch are not staged through shared memory, which they would fill
     if BIAS == DISTANCE:
         entry = (table + at.to(tl.int64)) - j.to(tl.int64)
         if columns > 0:
@@ -160,7 +177,7 @@ def logits(
         s += tl.load(table + tl.minimum(tl.maximum(column, 0), columns - 1))
     if BIAS >= CURVE:
         if columns > 0:
-            _, _, _, _, bias = on_curve(
+            _, _, _, _, bias = curve_bias(
                 gap, at, j, at_q, at_k, m, table, columns, visible, BIAS - CURVE, DIAGONAL, False
             )  # fmt: skip
             s += bias
@@ -172,8 +189,8 @@ def logits(
 
 
 @triton.jit
-def query_rows(q, grad, lse, delta, start, rows, q_n, n, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load tiles of q and dO, log-sum-exp and delta of queries start + rows; weights beyond the last query are 0."""
+def load_query_rows(q, grad, lse, delta, start, rows, q_n, n, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load q, dO, log-sum-exp and delta of queries start + rows; beyond the last query all weights become 0."""
     i = start + rows
     q_block = load(q, start, rows, q_n, n, WIDTH, BLOCK_D)
     grad_block = load(grad, start, rows, q_n, n, WIDTH, BLOCK_D)
@@ -182,17 +199,17 @@ def query_rows(q, grad, lse, delta, start, rows, q_n, n, WIDTH: tl.constexpr, BL
 
 
 @triton.jit
-def query_gradients(
-    queries, gap, at, at_q, start, cols, keys, values, k_n, m, terms,
+def score_gradients(
+    queries, gap, at, at_q, start, cols, keys, values, k_n, m, head_args,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Return dS of a tile of queries by keys start + cols, in nats, and the tile of k. queries: of :func:`query_rows`.
+    """Return dS = P (dP - delta) of a tile of queries by keys start + cols, in nats, and the tile of k.
 
-    dS = P (dP - delta) with the weights P and dP = dO·Vᵀ.
+    P are the weights, and dP = dO·Vᵀ. queries: the result of :func:`load_query_rows`.
     """
     q, grad, lse, delta = queries
     k = load(keys, start, cols, k_n, m, WIDTH, BLOCK_D, not DIAGONAL)
     v = load(values, start, cols, k_n, m, WIDTH, BLOCK_D, not DIAGONAL)
     product, j = dot(q, tl.trans(k)), start + cols
-    s = logits(product, gap, at[:, None], j[None, :], at_q[:, None], m, terms, BIAS, PADDED, DIAGONAL)
+    s = logits(product, gap, at[:, None], j[None, :], at_q[:, None], m, head_args, BIAS, PADDED, DIAGONAL)
     return tl.exp2(s - lse[:, None]) * (dot(grad, tl.trans(v)) - delta[:, None]), k

@@ -11,9 +11,9 @@ from fairseq_rpe.attention.triton.kernels import forward, key_gradient, query_gr
 from fairseq_rpe.attention.triton.tiles import INTERPRETED, NONE
 
 Size = tuple[int, int, int, int]  # block of queries, block of keys, warps, stages of the pipeline
-FEW_QUERIES: list[Size] = [(16, 64, 4, 2), (16, 16, 4, 1)]
-# By the largest row of a tile in bytes: sizes that fit into registers for each bias (benchmarks/kernel_registers.py).
-# The last of each list also fits into 99 KiB of shared memory.
+FEW_QUERIES: list[Size] = [(16, 64, 4, 2), (16, 16, 4, 1)]  # for at most 16 queries, as in decoding
+# Sizes that fit into registers with any bias (benchmarks/kernel_registers.py), by kernel and by the largest row of a
+# tile in bytes. The last size of each list also fits into 99 KiB of shared memory.
 SIZES: dict[str, dict[int, list[Size]]] = {
     "forward": {
         128: [(128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3)],
@@ -25,14 +25,16 @@ SIZES: dict[str, dict[int, list[Size]]] = {
         256: [(64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2)],
     },
 }
-# for rows of 128 bytes, sizes that also fit without a bias, or on devices 9.x, whose products read shared memory
+# Larger sizes for rows of 128 bytes. They fit into registers without a bias, or on devices of capability 9.x, whose
+# products read their factors from shared memory.
 LARGER: dict[str, list[Size]] = {
     "forward": [(128, 128, 8, 3)],
     "query_gradient": [(128, 64, 8, 3), (64, 64, 4, 3)],
     "key_gradient": [(64, 128, 8, 3), (64, 64, 4, 3)],
 }
-WIDE: list[Size] = [(32, 32, 8, 2), (32, 16, 8, 1)]  # longer rows
-FLOAT32: dict[int, list[Size]] = {  # whose products take three times the registers; 1024: no size fits them
+WIDE: list[Size] = [(32, 32, 8, 2), (32, 16, 8, 1)]  # for rows of more than 256 bytes
+# float32 products take three times the registers; for rows of 1024 bytes no size fits them without spilling
+FLOAT32: dict[int, list[Size]] = {
     256: [(32, 32, 4, 2), (32, 32, 8, 2)],
     512: [(32, 16, 8, 1), (16, 16, 8, 1)],
     1024: [(16, 16, 8, 1)],
@@ -61,7 +63,7 @@ def _config(queries: int, keys: int, warps: int, stages: int) -> triton.Config:
     return triton.Config({"BLOCK_M": queries, "BLOCK_N": keys}, num_warps=warps, num_stages=stages)
 
 
-def _tuned(kernel: Any) -> Any:
+def _with_autotuning(kernel: Any) -> Any:
     """Return a kernel that measures its block sizes once per process, head width, dtype, bias and class of lengths."""
     if INTERPRETED:
         return kernel
@@ -74,7 +76,7 @@ def _tuned(kernel: Any) -> Any:
 
         The last digits of sums depend on the block sizes, so a choice by time would not be repeatable.
         """
-        args = {**named, **more}  # of the launch: triton passes them in two groups
+        args = {**named, **more}  # the arguments of the launch, which triton passes in two groups
         q = args["q"]
         larger = args["BIAS"] == NONE.value or (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9)
         candidates = sizes(name, args["BLOCK_D"] * q.element_size(), q.dtype == torch.float32, larger)
@@ -85,7 +87,7 @@ def _tuned(kernel: Any) -> Any:
     return triton.autotune([*configs.values()], key=keys, prune_configs_by={"early_config_prune": suitable})(kernel)
 
 
-FORWARD, QUERY_GRADIENT, KEY_GRADIENT = _tuned(forward), _tuned(query_gradient), _tuned(key_gradient)
+FORWARD, QUERY_GRADIENT, KEY_GRADIENT = map(_with_autotuning, (forward, query_gradient, key_gradient))
 
 
 def launch(kernel: Any, rows: int, block: str, shared: dict[str, Any], **more: Any) -> None:

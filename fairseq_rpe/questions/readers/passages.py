@@ -1,4 +1,17 @@
-"""Readers of sets of passages with several questions: MultiRC and ReCoRD of SuperGLUE."""
+r"""Readers of sets of passages with several questions: MultiRC and ReCoRD of SuperGLUE.
+
+The original files have one row for each passage. Files of the hub have one row for each answer (MultiRC) or each query
+(ReCoRD). The records ``_Flat…`` are the rows of the hub, and :meth:`flatten` turns a row of the original files into
+them. A passage of MultiRC::
+
+    {"idx": 0, "passage": {"text": "…", "questions": [
+        {"idx": 3, "question": "Who sings?", "answers": [{"idx": 7, "text": "Ann", "label": 1}]}]}}
+
+and the same in a file of the hub::
+
+    {"paragraph": "…", "question": "Who sings?", "answer": "Ann", "label": 1,
+     "idx": {"paragraph": 0, "question": 3, "answer": 7}}
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,17 +19,24 @@ from dataclasses import dataclass
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.documents import SourceFile
-from fairseq_rpe.questions.readers.tables import (
-    REMEDY,
-    Example,
-    MissingLabel,
-    RawRow,
-    ReaderSpec,
-    label_text,
-    read_rows,
-)
-from fairseq_rpe.utils import records
+from fairseq_rpe.questions.readers.tables import REMEDY, Example, MissingLabel, ReaderSpec, label_text, read_rows
 from fairseq_rpe.utils.records import Natural
+
+
+@dataclass(frozen=True)
+class _AnswerNumber:
+    paragraph: Natural
+    question: Natural
+    answer: Natural
+
+
+@dataclass(frozen=True)
+class _FlatMultiRC:
+    paragraph: str
+    question: str
+    answer: str
+    idx: _AnswerNumber
+    label: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,21 +64,12 @@ class _MultiRC:
     idx: Natural
     passage: _QuestionedPassage
 
-
-@dataclass(frozen=True)
-class _AnswerNumber:
-    paragraph: Natural
-    question: Natural
-    answer: Natural
-
-
-@dataclass(frozen=True)
-class _FlatMultiRC:
-    paragraph: str
-    question: str
-    answer: str
-    idx: _AnswerNumber
-    label: int | None = None
+    def flatten(self) -> Iterator[_FlatMultiRC]:
+        """Yield a row for each answer."""
+        for question in self.passage.questions:
+            for answer in question.answers:
+                number = _AnswerNumber(self.idx, question.idx, answer.idx)
+                yield _FlatMultiRC(self.passage.text, question.question, answer.text, number, answer.label)
 
 
 def read_multirc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
@@ -78,7 +89,8 @@ def read_multirc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Exam
         UserError: A file is damaged, a row has other fields, or a label is none of the choices.
     """
     for row in read_rows(files, spec):
-        for candidate in _candidate_answers(row):
+        candidates = row.read(_MultiRC).flatten() if "passage" in row.values else [row.read(_FlatMultiRC)]
+        for candidate in candidates:
             number = candidate.idx
             texts = {"question": candidate.question, "answer": candidate.answer, "paragraph": candidate.paragraph}
             group = f"{number.paragraph}-{number.question}"
@@ -87,20 +99,23 @@ def read_multirc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Exam
             yield Example(row.source, f"{group}-{number.answer}", fields, (answer,), group)
 
 
-def _candidate_answers(row: RawRow) -> Iterator[_FlatMultiRC]:
-    """Yield the answers in a row: one in files of the hub, those of a whole passage in the original files."""
-    if "passage" not in row.values:
-        yield records.read_record(_FlatMultiRC, row.values, row.source, "the row", strict=False, remedy=REMEDY)
-        return
-    nested = records.read_record(_MultiRC, row.values, row.source, "the row", strict=False, remedy=REMEDY)
-    for question in nested.passage.questions:
-        for answer in question.answers:
-            number = _AnswerNumber(nested.idx, question.idx, answer.idx)
-            yield _FlatMultiRC(nested.passage.text, question.question, answer.text, number, answer.label)
-
-
 def _without_markup(text: str) -> str:
     return re.sub("</?b>", "", text.replace("<br>", " "))
+
+
+@dataclass(frozen=True)
+class _QueryNumber:
+    passage: Natural
+    query: Natural
+
+
+@dataclass(frozen=True)
+class _FlatReCoRD:
+    passage: str
+    query: str
+    entities: tuple[str, ...]
+    idx: _QueryNumber
+    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,20 +148,15 @@ class _ReCoRD:
     passage: _EntityPassage
     qas: tuple[_EntityQuestion, ...]
 
-
-@dataclass(frozen=True)
-class _QueryNumber:
-    passage: Natural
-    query: Natural
-
-
-@dataclass(frozen=True)
-class _FlatReCoRD:
-    passage: str
-    query: str
-    entities: tuple[str, ...]
-    idx: _QueryNumber
-    answers: tuple[str, ...] = ()
+    def flatten(self, source: str) -> Iterator[_FlatReCoRD]:
+        """Yield a row for each query; ``source`` is the file and line, for messages."""
+        text = self.passage.text
+        if any(not entity.start <= entity.end < len(text) for entity in self.passage.entities):
+            raise UserError(f"{source} has an entity outside of its passage: {REMEDY}")
+        entities = tuple(text[entity.start : entity.end + 1] for entity in self.passage.entities)
+        for question in self.qas:
+            answers = tuple(answer.text for answer in question.answers)
+            yield _FlatReCoRD(text, question.query, entities, _QueryNumber(self.idx, question.idx), answers)
 
 
 def read_record_set(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
@@ -166,7 +176,8 @@ def read_record_set(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[E
         UserError: A file is damaged, a row has other fields, or a passage has no entities or one outside of its text.
     """
     for row in read_rows(files, spec):
-        for query in _queries(row):
+        queries = row.read(_ReCoRD).flatten(row.source) if "qas" in row.values else [row.read(_FlatReCoRD)]
+        for query in queries:
             if not query.answers:
                 raise MissingLabel(row.source)
             entities, answers = tuple(dict.fromkeys(query.entities)), tuple(dict.fromkeys(query.answers))
@@ -179,22 +190,6 @@ def read_record_set(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[E
             }
             example_id = f"{query.idx.passage}-{query.idx.query}"
             yield Example(row.source, example_id, fields, answers, choices=entities)
-
-
-def _queries(row: RawRow) -> Iterator[_FlatReCoRD]:
-    """Yield the queries in a row: one in files of the hub, those of a whole passage in the original files."""
-    if "qas" not in row.values:
-        yield records.read_record(_FlatReCoRD, row.values, row.source, "the row", strict=False, remedy=REMEDY)
-        return
-    nested = records.read_record(_ReCoRD, row.values, row.source, "the row", strict=False, remedy=REMEDY)
-    text = nested.passage.text
-    for entity in nested.passage.entities:
-        if not entity.start <= entity.end < len(text):
-            raise UserError(f"{row.source} has an entity outside of its passage: {REMEDY}")
-    entities = tuple(text[entity.start : entity.end + 1] for entity in nested.passage.entities)
-    for question in nested.qas:
-        answers = tuple(answer.text for answer in question.answers)
-        yield _FlatReCoRD(text, question.query, entities, _QueryNumber(nested.idx, question.idx), answers)
 
 
 def _without_highlights(text: str) -> str:

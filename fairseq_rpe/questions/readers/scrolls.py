@@ -17,8 +17,7 @@ from hashlib import blake2b
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.documents import SourceFile
-from fairseq_rpe.questions.readers.tables import REMEDY, Example, MissingLabel, RawRow, ReaderSpec, read_rows
-from fairseq_rpe.utils import records
+from fairseq_rpe.questions.readers.tables import REMEDY, Example, MissingLabel, ReaderSpec, read_rows
 
 _EMPTY_LINE = "\n\n"  # separates the segments of an input
 # The text of each option; the document begins after the first empty line after the last option.
@@ -56,7 +55,7 @@ def read_scrolls(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Exam
     """
     answers_by_id = _collect_answers(files, spec)
     for row in read_rows(files, spec):
-        record = _read(row)
+        record = row.read(_Row)
         # pop: the first row of an id makes the example, and the next rows find nothing
         if answers := answers_by_id.pop(record.id, None):
             fields, options = _split_input(record.input, spec.fields, row.source)
@@ -71,7 +70,7 @@ def _collect_answers(files: Sequence[SourceFile], spec: ReaderSpec) -> dict[str,
     input_digests: dict[str, bytes] = {}  # by id
     pids: set[str] = set()
     for row in read_rows(files, spec):
-        record = _read(row)
+        record = row.read(_Row)
         if record.output is None:
             raise MissingLabel(row.source)
         if record.pid in pids:
@@ -83,10 +82,6 @@ def _collect_answers(files: Sequence[SourceFile], spec: ReaderSpec) -> dict[str,
             raise UserError(f"{row.source}: id '{record.id}' has another input than in a row before: {REMEDY}")
         answers_by_id.setdefault(record.id, []).append(record.output)
     return answers_by_id
-
-
-def _read(row: RawRow) -> _Row:
-    return records.read_record(_Row, row.values, row.source, "the row", strict=False, remedy=REMEDY)
 
 
 def _split_input(text: str, fields: Sequence[str], source: str) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.documents import SourceFile
@@ -12,11 +13,9 @@ from fairseq_rpe.questions.readers.tables import (
     MissingLabel,
     RawRow,
     ReaderSpec,
-    label_text,
     read_lines,
     read_rows,
 )
-from fairseq_rpe.utils import records
 from fairseq_rpe.utils.records import Natural
 
 
@@ -35,7 +34,7 @@ def read_labelled(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Exa
         UserError: A file is damaged, a field has no text, or a label is none of the choices.
     """
     for row in read_rows(files, spec, (*spec.fields, "label")):
-        yield _example(row, spec, label_text(row.values.get("label"), row.source, spec.choices))
+        yield _example(row, spec, row.label(spec.choices))
 
 
 def _example(row: RawRow, spec: ReaderSpec, answer: str) -> Example:
@@ -57,16 +56,21 @@ def read_stsb(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example
         UserError: A file is damaged, a field has no text, or a label is no number from 0 to 5.
     """
     for row in read_rows(files, spec, (*spec.fields, "label")):
-        value = row.values.get("label")
-        if value in (None, "", -1, "-1"):
-            raise MissingLabel(row.source)
-        try:
-            score = float(value) if isinstance(value, (str, int, float)) else -1.0
-        except ValueError:
-            score = -1.0
-        if not 0 <= score <= 5:
-            raise UserError(f"{row.source} has a label that is no number from 0 to 5: {REMEDY}")
+        score = _parse_score(row.values.get("label"), row.source)
         yield _example(row, spec, f"{round(score * 5) / 5:.1f}")
+
+
+def _parse_score(label: object, source: str) -> float:
+    """Return a label of STS-B as a number from 0 to 5."""
+    if label in (None, "", -1, "-1"):
+        raise MissingLabel(source)
+    try:
+        score = float(label) if isinstance(label, (str, int, float)) else -1.0
+    except ValueError:
+        score = -1.0
+    if not 0 <= score <= 5:
+        raise UserError(f"{source} has a label that is no number from 0 to 5: {REMEDY}")
+    return score
 
 
 def read_copa(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]:
@@ -108,14 +112,16 @@ def read_mrpc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example
         return
     rows_file, valid_pairs_file = files
     valid_pairs = set()
-    for source, text in read_lines(valid_pairs_file):
-        if text.count("\t") != 1:
-            raise UserError(f"{source} is no pair of numbers: {REMEDY}")
-        valid_pairs.add(tuple(text.split("\t")))
-    for row in read_rows([rows_file], spec, (*spec.fields, "label", "#1 ID", "#2 ID")):
-        is_valid = (row.text("#1 ID"), row.text("#2 ID")) in valid_pairs
+    for line in read_lines(valid_pairs_file):
+        pair = tuple(line.text.split("\t"))
+        if len(pair) != 2:
+            raise UserError(f"{line.source} is no pair of numbers: {REMEDY}")
+        valid_pairs.add(pair)
+    first_id, second_id = "#1 ID", "#2 ID"  # columns of the sentences of a pair
+    for row in read_rows([rows_file], spec, (*spec.fields, "label", first_id, second_id)):
+        is_valid = (row.text(first_id), row.text(second_id)) in valid_pairs
         if is_valid == (spec.split == "valid"):
-            yield _example(row, spec, label_text(row.values.get("label"), row.source, spec.choices))
+            yield _example(row, spec, row.label(spec.choices))
 
 
 @dataclass(frozen=True)
@@ -146,24 +152,37 @@ def read_wsc(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Example]
         UserError: A file is damaged, a field has no text, or a span begins behind the last word.
     """
     for row in read_rows(files, spec):
-        spans = records.read_record(_Spans, row.values.get("target", row.values), row.source, "the row", False, REMEDY)
+        spans = row.read(_Spans, row.values.get("target", row.values))  # original files nest the spans
         text = _mark_spans(row.text("text"), spans, row.source)
-        answer = label_text(row.values.get("label"), row.source, spec.choices)
-        yield Example(row.source, row.id, {"text": text}, (answer,))
+        yield Example(row.source, row.id, {"text": text}, (row.label(spec.choices),))
+
+
+class _Mark(NamedTuple):
+    """A mark to insert into a text. Marks are sorted by these fields.
+
+    Attributes:
+        position: Character before which the mark goes.
+        is_begin: Whether a span begins here; at one character, ends go before beginnings.
+        nesting: Key for spans that begin or end at one character: the inner span ends first and begins last.
+        text: The mark.
+    """
+
+    position: int
+    is_begin: bool
+    nesting: int
+    text: str
 
 
 def _mark_spans(text: str, spans: _Spans, source: str) -> str:
     """Return the text with stars around the noun and hashes around the pronoun."""
-    marks: list[tuple[int, int, int, str]] = []  # position, then two sort keys, then the mark to insert
-    noun, pronoun = (spans.span1_text, spans.span1_index), (spans.span2_text, spans.span2_index)
-    for mark, (words, index) in (("*", noun), ("#", pronoun)):
+    marks: list[_Mark] = []
+    for sign, words, index in (("*", spans.span1_text, spans.span1_index), ("#", spans.span2_text, spans.span2_index)):
         if span := _find_span(text, words, index, source):
             begin, end = span
-            # At the same character: ends before beginnings; the inner span ends first and begins last.
-            marks += [(begin, 1, -end, f"{mark} "), (end, 0, -begin, f" {mark}")]
-    # Inserted from the last one, so that the positions of the others stay valid.
-    for position, _, _, mark in sorted(marks, reverse=True):
-        text = text[:position] + mark + text[position:]
+            marks += [_Mark(begin, True, -end, f"{sign} "), _Mark(end, False, -begin, f" {sign}")]
+    # From the last one, so that the positions of the others stay valid.
+    for mark in sorted(marks, reverse=True):
+        text = text[: mark.position] + mark.text + text[mark.position :]
     return text
 
 

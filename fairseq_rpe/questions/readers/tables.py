@@ -4,14 +4,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fairseq_rpe.core.errors import UserError, shorten_path
-from fairseq_rpe.data.documents import SourceFile, iter_lines, open_source, source_errors
+from fairseq_rpe.data.documents import SourceFile, iter_lines, open_source, read_parquet
+from fairseq_rpe.utils import records
 from fairseq_rpe.utils.json_files import parse_json_object
-from fairseq_rpe.utils.records import TextTuple
+from fairseq_rpe.utils.records import Record, TextTuple
 
 REMEDY = "correct it or get the file again"
-_PARQUET_ROWS = 64  # per batch
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
 
@@ -96,6 +97,23 @@ class RawRow:
         """The column ``idx``, or else the number of the row."""
         return str(idx) if type(idx := self.values.get("idx")) is int else str(self.number)
 
+    def read(self, kind: type[Record], values: object = None) -> Record:
+        """Convert the row to a record; further columns are ignored.
+
+        Args:
+            kind: Dataclass of the record.
+            values: Values to convert in place of those of the whole row.
+
+        Raises:
+            UserError: A value is missing or has another type.
+        """
+        values = self.values if values is None else values
+        return records.read_record(kind, values, self.source, "the row", strict=False, remedy=REMEDY)
+
+    def label(self, choices: TextTuple) -> str:
+        """Return the answer that the column ``label`` stands for; see :func:`label_text`."""
+        return label_text(self.values.get("label"), self.source, choices)
+
     def text(self, name: str) -> str:
         """Return the text of a column.
 
@@ -135,14 +153,28 @@ def read_rows(files: Sequence[SourceFile], spec: ReaderSpec, needed: TextTuple =
             yield from _tsv_rows(file, spec, needed)
 
 
-def read_lines(source: SourceFile) -> Iterator[tuple[str, str]]:
+class Line(NamedTuple):
+    """A line of a file.
+
+    Attributes:
+        source: File and line number, for messages.
+        number: Number of the line in its file, from 1; empty lines count.
+        text: Text without the line break.
+    """
+
+    source: str
+    number: int
+    text: str
+
+
+def read_lines(source: SourceFile) -> Iterator[Line]:
     """Read the lines of a file that are not empty.
 
     Args:
         source: File in UTF-8, with or without a byte order mark.
 
     Yields:
-        File and line number for messages, and the text of the line without its line break.
+        The lines.
 
     Raises:
         UserError: The file is not UTF-8.
@@ -155,62 +187,48 @@ def read_lines(source: SourceFile) -> Iterator[tuple[str, str]]:
             except UnicodeDecodeError:
                 raise UserError(f"{name} is not UTF-8: convert the file") from None
             if text:
-                yield name, text
+                yield Line(name, number, text)
 
 
 def _json_rows(file: SourceFile) -> Iterator[RawRow]:
-    for number, (source, text) in enumerate(read_lines(file)):
-        line_number = int(source.rpartition(" ")[2])  # from 1 and with empty lines, unlike the number of the row
-        yield RawRow(source, number, parse_json_object(text, file, REMEDY, line_number))
+    for row_number, line in enumerate(read_lines(file)):
+        yield RawRow(line.source, row_number, parse_json_object(line.text, file, REMEDY, line.number))
 
 
 def _tsv_rows(file: SourceFile, spec: ReaderSpec, needed: TextTuple) -> Iterator[RawRow]:
     """Yield rows of a tab-separated file; raise MissingLabel if it has no column for ``label``."""
     columns = {name: spec.tsv.columns.get(name, name) for name in needed}
-    header, number = spec.tsv.header, -1  # lines that are left out have a number, too
-    indices = {name: header.index(column) for name, column in columns.items()} if header else {}
-    for source, text in read_lines(file):
-        cells = text.split("\t")
-        if not header:
-            header = tuple(cells)
-            indices = _column_indices(header, columns, source)
-            continue
-        number += 1
-        if max(indices.values()) >= len(cells):
-            if not spec.tsv.skip_short:
-                raise UserError(f"{source} has {len(cells)} columns instead of {len(header)}: {REMEDY}")
+    lines = read_lines(file)
+    header = spec.tsv.header
+    if not header:
+        first = next(lines, None)
+        if first is None:
+            return
+        header = tuple(first.text.split("\t"))
+        _check_columns(header, columns, first.source)
+    indices = {name: header.index(column) for name, column in columns.items()}
+    for row_number, line in enumerate(lines):  # rows that are left out have a number, too
+        cells = line.text.split("\t")
+        if max(indices.values()) < len(cells):
+            yield RawRow(line.source, row_number, {name: cells[index] for name, index in indices.items()})
+        elif spec.tsv.skip_short:
             spec.skipped["too few columns"] += 1
-            continue
-        yield RawRow(source, number, {name: cells[index] for name, index in indices.items()})
+        else:
+            raise UserError(f"{line.source} has {len(cells)} columns instead of {len(header)}: {REMEDY}")
 
 
-def _column_indices(header: TextTuple, columns: Mapping[str, str], source: str) -> dict[str, int]:
+def _check_columns(header: TextTuple, columns: Mapping[str, str], source: str) -> None:
+    """Refuse a header that lacks a column; ``columns`` are the names of the columns by field."""
     for name, column in columns.items():
         if column not in header:
             if name == "label":
                 raise MissingLabel(source)
             raise UserError(f"{source} has no column '{column}' but {shorten_path(', '.join(header))}: {REMEDY}")
-    return {name: header.index(column) for name, column in columns.items()}
 
 
-def _parquet_rows(source: SourceFile) -> Iterator[RawRow]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError(f"{source} needs the package pyarrow: pip install pyarrow") from None
-    number = 0
-    try:
-        with source_errors(source), parquet.ParquetFile(source.local_path) as file:
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
-                for values in batch.to_pylist():
-                    yield RawRow(f"{source} row {number + 1}", number, values)
-                    number += 1
-    except pyarrow.ArrowException as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{source} is cut short or damaged ({reason}): get it again") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{source} row {number + 1} is not UTF-8: convert the file") from None
+def _parquet_rows(file: SourceFile) -> Iterator[RawRow]:
+    for number, (source, values) in enumerate(read_parquet(file)):
+        yield RawRow(source, number, values)
 
 
 def label_text(value: object, source: str, choices: TextTuple) -> str:
