@@ -69,8 +69,8 @@ words = st.text("abcdefghijklmnopqrstuvwxyz0123456789_.+-/()", min_size=1, max_s
 @st.composite
 def values(draw, hint: typing.Any, limits: typing.Mapping[str, typing.Any], default: typing.Any) -> typing.Any:
     """A value of an option that its declaration allows."""
-    if limits.get("choices") is not None:
-        return draw(st.sampled_from(list(limits["choices"])))
+    if (choices := limits.get("choices")) is not None:
+        return draw(st.sampled_from(list(choices() if callable(choices) else choices)))
     kinds = typing.get_args(hint) or (hint,)
     if kinds[0] is bool:
         return draw(st.booleans())

@@ -31,6 +31,7 @@ from fairseq_rpe.core.spec import canonical, parse
 from fairseq_rpe.encodings import Encoding, build, names, normalise
 from fairseq_rpe.encodings.base import registry
 from fairseq_rpe.encodings.model_rotation import ModelRotation, complete_spec
+from fairseq_rpe.encodings.rope import Rope, effective_options
 from fairseq_rpe.positions.position_transforms import PositionTransforms
 
 __all__ = ["MODEL_TYPES", "evaluate", "restore", "use_encoding"]
@@ -214,9 +215,10 @@ def _model_rotation(base: Any, head: int) -> ModelRotation:
 def _complete_spec(spec: str, rotation: ModelRotation) -> str:
     """Complete the options that a spec leaves open from the model's rotation."""
     full = complete_spec(spec, rotation, strict=False)
-    stated, options = parse(full)[1], vars(registry.resolve(full)[2])
-    is_open = "temperature_on" in options and "temperature_on" not in stated
-    if is_open and stated.get("scaling") == "yarn" and rotation.values["rotary_fraction"] != 1:
+    stated, config = parse(full)[1], registry.resolve(full)[2]
+    has_temperature = isinstance(config, Rope.Config) and "temperature_on" in effective_options(config)
+    is_open = has_temperature and "temperature_on" not in stated
+    if is_open and rotation.values["rotary_fraction"] != 1:
         full += ",temperature_on=rotated"  # as transformers scales partial rotations
     return normalise(full)
 

@@ -19,6 +19,7 @@ class Summation(Algorithm):
     class Config(TaskOptions):
         """Options of the task."""
 
+        # the option of TaskOptions, called M in formulas and texts, with a smaller default
         items: int = option(8, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
 
     signs = "+"
@@ -30,7 +31,7 @@ class Summation(Algorithm):
         return random.integers(1, 10, size=n).tolist()
 
     def prompt(self, items: list[int]) -> list[str]:
-        """Return the sum as words."""
+        """Return the sum as words; a negative item, which :class:`AddSubtract` has, is subtracted."""
         terms = [word for v in items[1:] for word in ("+" if v > 0 else "-", str(abs(v)))]
         return ["Compute:", str(items[0]), *terms, SEPARATOR]
 
@@ -47,9 +48,9 @@ class Summation(Algorithm):
 class AddSubtract(Summation):
     """Compute sums and differences of digits whose intermediate results are all digits.
 
-    The first item is a digit; each later item is signed and leads to a result drawn uniformly from the nine other
-    digits, so the difficulty of a step does not grow with the length. Large steps reveal more than small ones: after
-    ``- 9`` the result can only be 0.
+    The first item is a digit. Each later item is signed and leads to a result drawn uniformly from the nine other
+    digits, so the difficulty of a step does not grow with the length. A model need not always know the previous result:
+    large steps reveal it, since after ``- 9`` the result can only be 0.
     """
 
     signs = "+-"

@@ -23,7 +23,7 @@ from fairseq_rpe.utils.records import Natural, Rule
 FILE = "profiles.jsonl"
 _MAX_DISTANCES = 64
 _MAX_CELLS = 256  # queries and keys of a map: a panel has no more pixels
-_MAX_HEADS = 4
+_MAX_SPREAD = 4  # most heads or layers that are logged or drawn
 _LogBias = Annotated[float, Rule(lambda v: v < math.inf, "a number")]  # -inf where nothing is attended to
 
 
@@ -91,11 +91,11 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     return read_json_lines(path)
 
 
-def spread_heads(heads: int) -> list[int]:
-    """Return the indices of up to four heads, evenly spread from the first to the last."""
-    if heads <= _MAX_HEADS:
-        return list(range(heads))
-    return [round(k * (heads - 1) / (_MAX_HEADS - 1)) for k in range(_MAX_HEADS)]
+def spread_indices(count: int) -> list[int]:
+    """Return the indices of up to four of ``count`` heads or layers, evenly spread from the first to the last."""
+    if count <= _MAX_SPREAD:
+        return list(range(count))
+    return [round(k * (count - 1) / (_MAX_SPREAD - 1)) for k in range(_MAX_SPREAD)]
 
 
 @torch.no_grad()

@@ -12,13 +12,31 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import did_you_mean
 
 N = sympy.Symbol("n", nonnegative=True)  # the distance in every expression of this package
-_FUNCTIONS = {name: getattr(sympy, name) for name in ("log", "exp", "sin", "cos", "tanh", "atan")} | {
+
+
+def _sqrt(x: sympy.Expr, evaluate: bool) -> sympy.Expr:
+    """Return the square root, as written with ``evaluate`` False."""
+    return sympy.Pow(x, sympy.Rational(1, 2), evaluate=evaluate)
+
+
+# name in a formula -> function that takes the expressions of the arguments and ``evaluate``
+_FUNCTIONS = {
+    "log": sympy.log,
+    "exp": sympy.exp,
+    "sin": sympy.sin,
+    "cos": sympy.cos,
+    "tanh": sympy.tanh,
+    "atan": sympy.atan,
     "ln": sympy.log,
-    "sqrt": lambda x, evaluate: sympy.Pow(x, sympy.Rational(1, 2), evaluate=evaluate),
-    **{name.lower(): getattr(sympy, name) for name in ("Abs", "Min", "Max")},
+    "sqrt": _sqrt,
+    "abs": sympy.Abs,
+    "min": sympy.Min,
+    "max": sympy.Max,
 }
 _NAMES = {"n": N, "pi": sympy.pi, "e": sympy.E}
-_MAX_LENGTH, _MAX_DEPTH, _MAX_EXPONENT = 1000, 60, 300  # characters; nesting; decimal exponent of a number
+_MAX_LENGTH = 1000  # characters
+_MAX_DEPTH = 60  # levels of an expression
+_MAX_EXPONENT = 300  # decimal exponent of a number
 
 
 def parse(text: str, longest: int | None = _MAX_LENGTH) -> sympy.Expr:
@@ -26,6 +44,8 @@ def parse(text: str, longest: int | None = _MAX_LENGTH) -> sympy.Expr:
 
     A formula may have numbers, ``n``, ``pi``, ``e``, ``+ - * / **``, parentheses and the functions log = ln, exp, sqrt,
     sin, cos, tanh, atan, abs, min and max. Decimals are exact: 0.1 is 1/10.
+
+    Only signs and quotients of numbers are computed, so -1/2 is one number. Everything else stays as it is written.
 
     Args:
         text: formula such as ``-log(1 + n)/2``.
@@ -46,22 +66,28 @@ def parse(text: str, longest: int | None = _MAX_LENGTH) -> sympy.Expr:
         raise UserError(f"the formula has {len(text)} characters: at most {longest} are read")
     shown = " ".join(text.split())
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # for 2(n), which is refused below
-            tree = ast.parse(shown, mode="eval")
-        expression = _read(tree.body, shown)
-        if _depth(expression) > _MAX_DEPTH:
-            raise RecursionError
-        return expression
-    except UserError:
+        expression = _read(_parse_syntax(shown), shown)
+        is_too_deep = _depth(expression) > _MAX_DEPTH
+    except UserError:  # a ValueError, but with a message of its own
         raise
-    except (MemoryError, RecursionError):
-        raise UserError(f"the formula '{shown[:60]}…' is nested too deeply: write it with fewer levels") from None
+    except (MemoryError, RecursionError):  # of Python's parser, or of the functions below at as many levels
+        is_too_deep = True
     except (SyntaxError, ValueError):
         raise UserError(f"the formula '{shown}' does not parse: write products as 2*n and powers as n**2") from None
+    if is_too_deep:
+        raise UserError(f"the formula '{shown[:60]}…' is nested too deeply: write it with fewer levels")
+    return expression
+
+
+def _parse_syntax(text: str) -> ast.expr:
+    """Return Python's syntax tree of an expression."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # for 2(n), which `_read` refuses
+        return ast.parse(text, mode="eval").body
 
 
 def _depth(e: sympy.Expr) -> int:
+    """Return the number of levels of an expression: 1 for a number or a name, 1 more than the deepest argument else."""
     return 1 + max(map(_depth, e.args), default=0)
 
 
@@ -73,6 +99,7 @@ def _read(node: ast.expr, text: str) -> sympy.Expr:
         case ast.Constant(value=float()):
             digits = (ast.get_source_segment(text, node) or "").replace("_", "").lower()
             exponent = re.search(r"e[+-]?(\d+)$", digits)
+            # at most four digits are converted: int refuses thousands of digits with a ValueError
             if exponent and (len(exponent[1]) > 4 or int(exponent[1]) > _MAX_EXPONENT):
                 raise UserError(
                     f"the number {digits} in the formula is out of range: use exponents up to {_MAX_EXPONENT}"
@@ -107,12 +134,20 @@ def _look_up(name: str, table: Mapping[str, Any]) -> Any:
 
 
 def _negative(e: sympy.Expr) -> sympy.Expr:
+    """Return -e: a number for a rational number, otherwise the product (-1)·e as it is."""
     return -e if e.is_Rational else sympy.Mul(-1, e, evaluate=False)
 
 
 def _binary(left: sympy.Expr, op: ast.operator, right: sympy.Expr) -> sympy.Expr:
+    """Return the expression of an operator of two arguments.
+
+    - A quotient of rational numbers is computed, so that 1/2 is a number; other quotients are left·right**-1.
+    - A difference is the sum with the negative of the right argument.
+    - A sum of many terms has one level, so it may be long. A product has one level per factor, so it has at most
+      ``_MAX_DEPTH`` factors.
+    """
     if isinstance(op, ast.Add | ast.Sub):
-        terms = left.args if left.is_Add else (left,)  # so that a long sum has a depth of 1
+        terms = left.args if left.is_Add else (left,)
         return sympy.Add(*terms, right if isinstance(op, ast.Add) else _negative(right), evaluate=False)
     if isinstance(op, ast.Div):
         if left.is_Rational and right.is_Rational and right != 0:

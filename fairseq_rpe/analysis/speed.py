@@ -19,6 +19,7 @@ from fairseq_rpe.attention.forward import build_plan, compute_token_features, ru
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.encodings.absolute import NoPE
 from fairseq_rpe.utils.table import Cell, Table, TableRow
 
 BASELINE = "no bias"
@@ -169,7 +170,7 @@ def _timed_calls(setting: BenchSetting, training: bool, n: int) -> tuple[dict[tu
     left_out = []
     for spec in setting.encodings:
         encoding = encodings.build(spec, heads, heads * setting.width, length=n).to(device)
-        if not (encoding.adds_bias or encoding.is_content_dependent) and spec.partition(":")[0] != "nope":
+        if not (encoding.adds_bias or encoding.is_content_dependent) and not isinstance(encoding, NoPE):
             raise UserError(f"'{spec}' has no bias, and the time of a bias is what is measured: leave it out")
         parameters = [p for p in encoding.parameters() if p.requires_grad]
         for name in BACKENDS if tuple(setting.backends) == ("all",) else setting.backends:

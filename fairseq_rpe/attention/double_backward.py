@@ -165,7 +165,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Compute the output and save what the backward pass needs."""
-        out, lse = flash_attention(q, k, v, 0.0, causal, attn_mask=mask)
+        out, lse = flash_attention(q, k, v, is_causal=causal, attn_mask=mask)
         ctx.save_for_backward(q, k, v, out, lse, mask)
         ctx.causal = causal
         return out
@@ -178,7 +178,9 @@ class FlashAttention(torch.autograd.Function):
 
         def compute() -> tuple[Tensor | None, ...]:
             return tuple(
-                flash_attention_backward(contiguous_rows(grad), q, k, v, out, lse, 0.0, causal, attn_mask=mask)
+                flash_attention_backward(
+                    contiguous_rows(grad), q, k, v, out, lse, dropout_p=0.0, is_causal=causal, attn_mask=mask
+                )
             )
 
         def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

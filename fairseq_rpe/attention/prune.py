@@ -125,7 +125,7 @@ def _partial_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, may_mask_p
 
     For a query that sees none of these keys the log-sum-exp is -inf; torch's kernel returns 0 there.
     """
-    out, lse = flash_attention(q, k, v, 0.0, False, attn_mask=bias)
+    out, lse = flash_attention(q, k, v, attn_mask=bias)
     if may_mask_past:
         lse = lse.masked_fill((bias == float("-inf")).all(-1), float("-inf"))
     return out.to(lse.dtype), lse

@@ -102,9 +102,7 @@ def _fused_block(rotated: list[_RotatedRegion], v: Tensor, plan: AttentionPlan, 
             continue
         mask = None if seen.all() else out.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
         block_q, block_k = region.q[:, :, queries], region.k[:, :, _within_range(region.key_range, keys)]
-        region_out, region_lse = flash_attention(
-            block_q, block_k, v[:, :, keys], dropout_p=0.0, is_causal=False, attn_mask=mask
-        )
+        region_out, region_lse = flash_attention(block_q, block_k, v[:, :, keys], attn_mask=mask)
         # the kernel's output for a query that sees none of these keys is meaningless, and may be NaN
         region_out = region_out.to(wide).masked_fill(~sees_any[..., None], 0.0)  # (B, H, R, D)
         region_lse = region_lse.masked_fill(~sees_any, float("-inf"))  # (B, H, R)

@@ -133,7 +133,7 @@ class BlockAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))  # (B, H, n)
         if _is_short(q) and dropout == 0:  # one call with a dense bias
-            out, lse = flash_attention(q, k, v, 0.0, False, attn_mask=bias.full_bias()[None])
+            out, lse = flash_attention(q, k, v, attn_mask=bias.full_bias()[None])
         elif q.device.type == "cpu" and dropout == 0:
             for group in _kernel_groups(q, bias):
                 _fused_forward(_ForwardTensors(q, k, v, out, lse), bias, group)
@@ -226,7 +226,7 @@ def _fused_forward(tensors: _ForwardTensors, bias: ToeplitzBlocks, group: _Kerne
         in_group, keys = group.reversed_rows(call), call.keys
         mask = bias.block(call.rows.start, call.rows.stop, group.heads)[None][..., keys]  # (1, h, R', K)
         block_out, block_lse = flash_attention(
-            reversed_q[:, :, in_group], k[:, group.heads, keys], v[:, group.heads, keys], 0.0, False, attn_mask=mask
+            reversed_q[:, :, in_group], k[:, group.heads, keys], v[:, group.heads, keys], attn_mask=mask
         )  # (B, h, R', D), (B, h, R')
         if call.is_far:  # the group's first call; its results are merged with those of each block below
             far_out, far_lse = block_out.to(lse.dtype), block_lse
@@ -262,8 +262,9 @@ def _fused_backward(grad: Tensor, tensors: _ForwardTensors, bias: ToeplitzBlocks
             block_grad, block_q, block_out, block_lse = (x[:, :, in_group] for x in (grads, queries, outs, lses))
             mask = bias.block(call.rows.start, call.rows.stop, group.heads)[None][..., call.keys]  # (1, h, R', K)
             # out and lse are those of all keys, so the gradients of a row's far and near keys add up
+            no_dropout, is_causal = 0.0, False
             block_dq, block_dk, block_dv = flash_attention_backward(
-                block_grad, block_q, k[keys], v[keys], block_out, block_lse, 0.0, False, attn_mask=mask
+                block_grad, block_q, k[keys], v[keys], block_out, block_lse, no_dropout, is_causal, attn_mask=mask
             )
             group_dq[:, :, in_group] += block_dq
             dk[keys] += block_dk

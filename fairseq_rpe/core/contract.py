@@ -119,9 +119,10 @@ def _line_of(error: BaseException, cls: type) -> str:
     modules = (sys.modules.get(base.__module__) for base in cls.__mro__ if not is_shipped(base))
     files = {getattr(module, "__file__", None) for module in modules}
     location, trace = "", error.__traceback__
+    torch_folder = str(Path(torch.nn.__file__).parents[1])
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if file in files and not file.startswith(str(Path(torch.__file__).parent)):
+        if file in files and not file.startswith(torch_folder):
             location = _file_and_line(file, trace.tb_lineno)
         trace = trace.tb_next
     return location

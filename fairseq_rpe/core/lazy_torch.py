@@ -1,7 +1,7 @@
 """The names of ``torch``, which is imported when one of them is first used.
 
 Position transforms use it, so that a report or the list of a sweep's runs can read their options without the time that
-importing ``torch`` takes.
+importing ``torch`` takes. Names such as ``__file__`` are those of this module.
 """
 
 import importlib

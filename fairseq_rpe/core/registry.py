@@ -59,7 +59,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, group: str, hint: str = "") -> None:
         self.kind, self.group, self.hint = kind, group, hint
         self._table: dict[str, T] = {}
-        self._looks: dict[str, RegisteredLook] = {}
+        self._looks: dict[str, RegisteredLook | None] = {}
         self._entry_points_loaded = False
 
     def register(self, name: str, *, colour: str | None = None, marker: str | None = None) -> Callable[[T], T]:
@@ -88,8 +88,7 @@ class Registry(Generic[T]):
             if name in self._table and self._table[name] is not item:
                 raise UserError(f"{self.kind} '{name}' is registered twice: rename one of them")
             self._table[name] = item
-            if look is not None:
-                self._looks[name] = look
+            self._looks[name] = look
             return item
 
         return add
@@ -104,8 +103,7 @@ class Registry(Generic[T]):
 
     def looks(self) -> dict[str, RegisteredLook]:
         """Return the looks in figures of the classes that are registered with one, by name."""
-        self.names()  # loads the entry points
-        return dict(self._looks)
+        return {name: look for name in self.names() if (look := self._looks.get(name)) is not None}
 
     def describe(self) -> list[Description]:
         """Return a description of every registered class, sorted by name."""

@@ -103,11 +103,11 @@ class DecodingState:
     def select_rows(self, order: Tensor) -> None:
         """Keep the rows ``order`` (R',) int64; a row may be left out or repeated."""
         if len(order) == len(self.rows) and bool((order == torch.arange(len(order), device=order.device)).all()):
-            return
+            return  # all rows in their order: copying the cache would only cost time
         self.rows = self.rows[order]
         self.model.decoder.reorder_incremental_state_scripting(self._state, order)
         transforms: PositionTransforms = self.model.decoder.position_transforms
-        if isinstance(transforms.evaluation, FrozenPositions):
+        if isinstance(transforms.evaluation, FrozenPositions):  # rows may have different positions
             transforms.evaluation = transforms.evaluation.select_rows(order)
 
 
@@ -147,6 +147,7 @@ def fixed_positions(model: Any, prompts: Sequence[Sequence[int]], total_lengths:
 def _freeze_transform(
     transforms: PositionTransforms, prompts: Sequence[Sequence[int]], total_lengths: Sequence[int]
 ) -> Transform:
+    """Return a transform with the positions of complete texts of these lengths: of all rows alike, or row by row."""
     transform = transforms.evaluation
     if not transform.random and len(set(total_lengths)) == 1:
         return freeze(transform, total_lengths[0])

@@ -51,7 +51,7 @@ class Sinusoidal(Absolute):
     paper = "Vaswani et al. 2017 (arXiv 1706.03762)"
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Check that the model is wide enough."""
         if self.width < 4:
             raise UserError(f"'sinusoidal' needs a model width of at least 4, not {self.width}")
 

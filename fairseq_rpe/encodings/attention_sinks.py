@@ -71,7 +71,7 @@ class LMInfinite(SinkRope):
     name = "lm_infinite"
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set the window and the largest rotary distance, in tokens."""
         super().setup()
         self.window = self.resolve_length("window")
         self.max_distance = self.config.max_distance or self.window
@@ -124,7 +124,7 @@ class StreamingLLM(SinkRope):
     name = "streaming_llm"
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set the window, the number of recent tokens."""
         super().setup()
         sinks = self.config.sinks
         if not self.config.recent and 0 < self.original_length <= sinks:

@@ -115,7 +115,7 @@ class Bipe(Encoding):
 
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:
-        """Return the options that describe the rotation, with the quantities that they set."""
+        """Return the quantity of the rotation that each option sets, by the name of the option."""
         return {"base": "base"} if config.inter == "rope" else {}
 
     def setup(self) -> None:

@@ -64,12 +64,12 @@ class Clex(Rotary):
 
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:
-        """Return the options that describe the rotation, with the quantities that they set."""
+        """Return the quantity of the rotation that each option sets, by the name of the option."""
         return {**super().rotation_options(config), "original_length": "original_length"}
 
     @classmethod
     def rotation_scaling(cls, config: Any) -> str:
-        """Return the name of the scaling of the frequencies."""
+        """Return "clex": the frequencies are scaled with any options."""
         return "clex"
 
     def setup(self) -> None:
@@ -129,7 +129,7 @@ class Clex(Rotary):
         return solution[t - 1] if self._is_bounded else _require_bounded(solution[t - 1])
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
-        """Return the angles (B or 1, n, P), in radians."""
+        """Return the angles (B or 1, n, P), in radians, of the positions ``at`` (B or 1, n)."""
         return at[..., None] * self.inv_freq(current_length(pos))[:, None].to(at.dtype)
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:

@@ -59,7 +59,7 @@ class Dape(Encoding):
 
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:
-        """Return the options that describe the rotation, with the quantities that they set."""
+        """Return the quantity of the rotation that each option sets, by the name of the option."""
         return ROTATION if _is_rotary(config.base) else {}
 
     def setup(self) -> None:

@@ -81,7 +81,7 @@ class LongRope(Rotary):
 
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:
-        """Return the options that take the value of a trained model if the spec does not set them: name → quantity."""
+        """Return the quantity of the rotation that each option sets, by the name of the option."""
         return {**super().rotation_options(config), "original_length": "original_length"}
 
     @classmethod

@@ -201,17 +201,20 @@ class Rope(Rotary):
 
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:
-        """Return the options that describe the rotation, with the quantities that they set."""
+        """Return the quantity of the rotation that each option sets, by the name of the option."""
         length = ("original_length",) if "original_length" in effective_options(config) else ()
         return {**super().rotation_options(config), **{key: key for key in ("resonance", "logn", "scaling", *length)}}
 
     @classmethod
     def rotation_scaling(cls, config: Any) -> str:
-        """Return the name of the scaling of the frequencies."""
+        """Return the option ``scaling``, or "" for its value none."""
         return "" if config.scaling == "none" else str(config.scaling)
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set the original length and the betas, and whether the rotation changes with the length; check the options.
+
+        ``original_length`` is set first: the checks and the betas need it.
+        """
         cfg = self.config
         self.scale_whole_head = cfg.temperature_on == "head"
         super().setup()

@@ -51,7 +51,7 @@ class RegionRope(Rotary):
             raise UserError(f"'{self.name}' with these options does not read original_length: leave it out")
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set the original length L and the cache of rotations."""
         super().setup()
         self.needs_original_length = False  # until `resolve_length` finds an option that is 0
         self.original_length = self.config.original_length or self.length or 0
@@ -81,7 +81,7 @@ class RegionRope(Rotary):
         raise NotImplementedError
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
-        """Return the angles (B or 1, n, P), in radians."""
+        """Return the angles (B or 1, n, P), in radians, of the positions ``at`` (B or 1, n)."""
         s = torch.arange(self.rotated // 2, device=at.device, dtype=torch.float64)
         return at[..., None] * (self.config.base ** (-2 * s / self.rotated)).to(at.dtype)
 
@@ -109,7 +109,7 @@ class LogNRegionRope(RegionRope):
         logn: bool = option(False, "scale queries by max(1, ln(i + 1) / ln L), as Su's code does")
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Check that the original length is known if ``logn`` is set."""
         super().setup()
         self.needs_original_length |= self.config.logn
         if self.config.logn and self.original_length < 2:
@@ -165,7 +165,7 @@ class SelfExtend(LogNRegionRope):
     name = "self_extend"
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set the window in tokens, a multiple of ``group``."""
         super().setup()
         group = self.config.group
         self.window = self.resolve_length("window", lambda length: max(1, length // 4 // group) * group)
@@ -203,7 +203,7 @@ class ReRope(LogNRegionRope):
     name = "rerope"
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set the window in tokens."""
         super().setup()
         self.window = self.resolve_length("window", lambda length: length // 8)
 
@@ -258,7 +258,7 @@ class DualChunk(RegionRope):
     name = "dual_chunk"
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set the length of a chunk and the largest rotary position, in tokens."""
         super().setup()
         self.chunk = self.resolve_length("chunk", lambda length: 3 * length // 4)
         self.max_position = self.resolve_length("max_position", lambda length: length - 1)

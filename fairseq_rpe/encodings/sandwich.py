@@ -36,7 +36,7 @@ class Sandwich(DistanceBias):
     paper = "Chi, Fan, Rudnicky, Ramadge 2023 (arXiv 2212.10356)"
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set the number of cosines that are summed."""
         width = self.config.dim or (128 if self.config.variant == "paper" else 2 * self.width // self.heads)
         if width % 2:
             raise UserError(f"option 'dim' of 'sandwich' must be even, not {width}")

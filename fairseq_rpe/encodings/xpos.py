@@ -50,11 +50,11 @@ class XPos(Rotary):
 
     @classmethod
     def rotation_scaling(cls, config: Any) -> str:
-        """Return the name of the scaling of the frequencies."""
+        """Return "xpos": a model that was trained with the decay needs it, as it would need a scaling."""
         return "xpos"
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Check that no option is set that has no effect with ``decay``."""
         cfg = self.config
         super().setup()
         for f in fields(cfg):
@@ -85,7 +85,7 @@ class XPos(Rotary):
         return self.zeta(at).log() / self.config.scale_base
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
-        """Return the angles (B or 1, n, P), in radians."""
+        """Return the angles (B or 1, n, P), in radians, of the positions ``at`` (B or 1, n)."""
         return at[..., None] * (self.config.base ** (-2 * self._pairs(at) / self.rotated)).to(at.dtype)
 
     def amplitude(self, at: Tensor, pos: Positions, key: bool) -> Tensor:

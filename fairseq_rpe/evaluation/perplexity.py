@@ -10,7 +10,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from fairseq_rpe import compat  # before fairseq: patches it, and makes its import faster
+# before the imports of fairseq: it patches fairseq, and imports fairseq with lazy modules in place of slow ones
+from fairseq_rpe import compat
 
 # isort: split
 
@@ -43,7 +44,7 @@ from fairseq_rpe.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
 ADAPTIVE_CHUNK = 512  # targets of an adaptive softmax whose log-probabilities are in memory at a time
-Engine = Callable[[TextKey, int], TextResult]  # measures one key in batches of at most so many tokens
+Engine = Callable[[TextKey, int], TextResult]  # function of a key and the largest number of tokens in a batch
 Cache = dict[str, dict[str, Tensor]]  # fairseq's incremental state: keys, values and padding by layer
 
 

@@ -4,6 +4,7 @@ Source of the kinds of figure: "Exploring Transformer Extrapolation" (arXiv 2307
 maps); FIRE (arXiv 2310.04418), Fig. 4 and 8 (learned biases of one query).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from fairseq_rpe.figures.style import (
     add_legend_of,
     assign_looks,
     figure_width,
+    hide_unused,
     panel_columns,
     panels,
     set_figure_title,
@@ -81,7 +83,7 @@ def draw_head_maps(bias: Tensor, title: str, heads: Sequence[int], step: int) ->
     top = seen.max().item() if len(seen) else 1.0
     scale = _scale(Normalize(0.0, top if top > 0 else 1.0))
 
-    columns = count if count <= 2 else -(-count // 2)
+    columns = count if count <= 2 else math.ceil(count / 2)
     figure, shown = _tiles(count, columns, (2.6, 2.6), (0.8, 0.4))
     for axes, head, value in zip(shown, heads, values, strict=True):
         _map(axes, value, step, scale, f"head {head + 1}", nbins=5)
@@ -93,7 +95,7 @@ def draw_head_maps(bias: Tensor, title: str, heads: Sequence[int], step: int) ->
 def draw_head_profiles(profile: Tensor, title: str) -> Figure:
     """Draw the log-bias (H, n) of each head over the distances 0 … n-1 in tokens."""
     heads, n = profile.shape
-    figure, (axes,) = panels(1, 1, (5.6, 3.4 + 0.2 * -(-heads // 4)))
+    figure, (axes,) = panels(1, 1, (5.6, 3.4 + 0.2 * math.ceil(heads / 4)))
     for head, values in enumerate(profile.double().cpu()):
         options = {"color": PALETTE[head % len(PALETTE)], "linestyle": DASHES[head // len(PALETTE) % len(DASHES)]}
         axes.plot(range(n), values, **options, linewidth=1.6, label=f"head {head + 1}")
@@ -128,7 +130,7 @@ def draw_weight_comparison(values: Mapping[str, Tensor], head: int) -> Figure:
     title = f"Weight by distance that the bias alone gives, head {head}"
     if exceeds_line_limit(values):
         return _draw_weight_map(values, title)
-    figure, (axes,) = panels(1, 1, (figure_width(), 3.4 + 0.2 * -(-len(values) // 3)))
+    figure, (axes,) = panels(1, 1, (figure_width(), 3.4 + 0.2 * math.ceil(len(values) / 3)))
     looks = assign_looks(list(values))
     for number, (name, profile) in enumerate(values.items()):
         x = torch.arange(1, len(profile) + 1)
@@ -175,7 +177,7 @@ def draw_query_biases(biases: Mapping[int, Tensor], name: str, layers: Sequence[
     """
     count, heads, _ = next(iter(biases.values())).shape
     columns = panel_columns(count, _COLUMNS, 1.5)
-    rows = -(-count // columns)
+    rows = math.ceil(count / columns)
     size = min(PAGE, max(COLUMN, 1.2 + 1.9 * columns)), 0.7 + 1.5 * rows * len(biases)
     figure, all_axes = panels(rows * len(biases), columns, size, sharey=True, sharex="row")
     for number, (query, values) in enumerate(biases.items()):
@@ -186,8 +188,7 @@ def draw_query_biases(biases: Mapping[int, Tensor], name: str, layers: Sequence[
             suffix = f", layer {layers[layer] if layers else layer}" if layers or count > 1 else ""
             set_title(axes, f"query {query}{suffix}")
             axes.margins(x=0)
-        for axes in query_axes[count:]:
-            axes.set_visible(False)
+        hide_unused(query_axes, count)
     _ramp_bar(figure, all_axes, _HEADS_MAP, range(1, heads + 1))
     return _with_labels(figure, "key position (tokens)", "bias (nats)", f"Learned bias of {name}")
 
@@ -297,11 +298,10 @@ def _tiles(
     count: int, columns: int, size: tuple[float, float], margin: tuple[float, float], grid: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """Return ``count`` panels of one size with shared axes; the last row may not be full."""
-    rows = -(-count // columns)
+    rows = math.ceil(count / columns)
     figure_size = margin[0] + size[0] * columns, margin[1] + size[1] * rows
     figure, all_axes = panels(rows, columns, figure_size, grid=grid, sharex=True, sharey=True)
-    for axes in all_axes[count:]:
-        axes.set_visible(False)
+    hide_unused(all_axes, count)
     return figure, all_axes[:count]
 
 
@@ -349,7 +349,7 @@ def _ramp_bar(figure: Figure, panels: list[Axes], name: str, line_numbers: Seque
     edges = [head - 0.5 for head in (*line_numbers, line_numbers[-1] + 1)]
     heads = ScalarMappable(BoundaryNorm(edges, count), ListedColormap(_ramp(name, count)))
     # at most about eight heads have a tick
-    bar = _bar(figure, panels, heads, "head", ticks=list(line_numbers)[:: -(-count // 8)])
+    bar = _bar(figure, panels, heads, "head", ticks=list(line_numbers)[:: math.ceil(count / 8)])
     bar.minorticks_off()
     bar.ax.tick_params(length=0)
 

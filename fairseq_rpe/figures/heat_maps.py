@@ -12,7 +12,17 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter, StrMethodFormatter
 
-from fairseq_rpe.figures.style import NAME, PALETTE, TICK, figure_width, panel_columns, panel_width, panels, set_title
+from fairseq_rpe.figures.style import (
+    NAME,
+    PALETTE,
+    TICK,
+    figure_width,
+    hide_unused,
+    panel_columns,
+    panel_width,
+    panels,
+    set_title,
+)
 
 MAX_LINES = 12  # methods in a figure with lines; more lines cannot be distinguished
 ROW_HEIGHT = 0.19  # inches
@@ -191,7 +201,7 @@ def draw_needle_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[s
     """
     cells = [(task, method, grid) for task, methods in grids.items() for method, grid in methods.items()]
     columns = panel_columns(len(cells), 2 if len(cells) == 4 else _MAX_COLUMNS, 1.6)
-    lines = -(-len(cells) // columns)
+    lines = math.ceil(len(cells) / columns)
     most_depths = max(len({depth for _, depth in grid}) for *_, grid in cells)
     size = (figure_width(columns), 0.7 + lines * (0.55 + 0.15 * max(most_depths, 6)))
     figure, all_axes = panels(lines, columns, size, grid=False)
@@ -203,8 +213,7 @@ def draw_needle_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[s
         if beyond := [k for k, n in enumerate(lengths) if n > trained[task]]:
             _mark_after(axes, beyond[0] - 1)
         set_title(axes, method if len(grids) == 1 else f"{task}\n{method}")
-    for axes in all_axes[len(cells) :]:
-        axes.set_visible(False)
+    hide_unused(all_axes, len(cells))
     bar = figure.colorbar(scale, ax=all_axes, shrink=0.9, pad=0.02)
     bar.set_label("exact match (%)", fontsize=NAME)
     bar.ax.tick_params(labelsize=TICK)
@@ -219,12 +228,12 @@ def _draw_needle_map(
     """Draw one map with its ticks and, if they fit, its numbers; ``width``: inches of the panel with its labels."""
     values = np.array([[grid.get((n, depth), np.nan) for n in lengths] for depth in depths])
     axes.imshow(values, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", aspect="auto")
-    ticks = range(0, len(lengths), -(-len(lengths) // _MAX_LENGTH_TICKS))
+    ticks = range(0, len(lengths), math.ceil(len(lengths) / _MAX_LENGTH_TICKS))
     tick_width = (width - 0.7) / len(ticks)  # inches
     rotation = 90 if tick_width < 0.09 * len(str(lengths[-1])) else 0
     fontsize = TICK if len(lengths) < 5 else TICK - 1
     axes.set_xticks(ticks, [str(lengths[k]) for k in ticks], fontsize=fontsize, rotation=rotation)
-    every = -(-len(depths) // _MAX_DEPTH_TICKS)
+    every = math.ceil(len(depths) / _MAX_DEPTH_TICKS)
     axes.set_yticks(range(0, len(depths), every), [f"{depth:g}" for depth in depths[::every]])
     if len(lengths) > _MAX_NUMBERED_LENGTHS or len(depths) > _MAX_DEPTH_TICKS:
         return

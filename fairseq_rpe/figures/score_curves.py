@@ -1,5 +1,6 @@
 """Figures of question-answering scores: over the context length, and for each set."""
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -17,6 +18,7 @@ from fairseq_rpe.figures.style import (
     add_legend,
     assign_looks,
     figure_width,
+    hide_unused,
     label_line_ends,
     mark_training,
     panel_columns,
@@ -66,7 +68,7 @@ def draw_scores_over_length(curves: Curves, tuned_at: int, back: Curves) -> Figu
     shown = [_Panel(*key, values, in_words=False) for key, values in curves.items()]
     shown += [_Panel(*key, values, in_words=True) for key, values in back.items()]
     columns = panel_columns(len(shown), 2)
-    lines = -(-len(shown) // columns)
+    lines = math.ceil(len(shown) / columns)
     methods = list(dict.fromkeys(method for set_curves in curves.values() for method in set_curves))
     looks = assign_looks(methods)
     longest = max(n for set_curves in curves.values() for points in set_curves.values() for n in points)
@@ -81,8 +83,7 @@ def draw_scores_over_length(curves: Curves, tuned_at: int, back: Curves) -> Figu
         _set_score_axes(axes, panel, tuned_at, longest, is_narrow=columns > 1)
         last = {method: seed_means(points) for method, points in panel.curves.items() if points}
         ends[axes] = [LineEnd(m, max(means), means[max(means)], looks[m].colour) for m, means in last.items()]
-    for axes in all_axes[len(shown) :]:
-        axes.set_visible(False)
+    hide_unused(all_axes, len(shown))
     label_line_ends(figure, ends)
     return figure
 
@@ -117,8 +118,7 @@ def _length_maps(
         scale = draw_map(axes, rows, norm, title, numbers=rows, after=None if panel.in_words else tuned_at)
         words = f"words from the answer to\nthe end of {longest} tokens"
         axes.set_xlabel(words if panel.in_words else f"context length (tokens)\ndashed: fine-tuned at {tuned_at}")
-    for axes in all_axes[len(shown) :]:
-        axes.set_visible(False)
+    hide_unused(all_axes, len(shown))
     if scale is not None:
         add_colour_bar(figure, all_axes, scale, "score (%)")
     return figure

@@ -72,15 +72,15 @@ def assign_looks(specs: Sequence[str]) -> dict[str, Look]:
     ('#009E73', 'D')
     """
     count = len(PALETTE)
-    known = _known_looks()
+    registered = _registered_looks()
     # (colour, marker) indices
-    fixed = {spec: known[spec] for spec in specs if spec in known}
-    taken = set(known.values())
+    fixed = {spec: registered[spec] for spec in specs if spec in registered}
+    taken = set(registered.values())
     for spec in specs:
         if spec in fixed:
             continue
         name = re.split(r"[:\s]", spec, maxsplit=1)[0]  # without options and suffixes such as "(layer 0)"
-        colour = known[name][0] if name in known else zlib.crc32(name.encode()) % count
+        colour = registered[name][0] if name in registered else zlib.crc32(name.encode()) % count
         candidates = [(c % count, m) for c in range(colour, colour + count) for m in range(len(MARKERS))]
         fixed[spec] = next((look for look in candidates if look not in taken), candidates[0])
         taken.add(fixed[spec])
@@ -89,7 +89,7 @@ def assign_looks(specs: Sequence[str]) -> dict[str, Look]:
     return {spec: Look(PALETTE[c], marks[spec], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
 
 
-def _known_looks() -> dict[str, tuple[int, int]]:
+def _registered_looks() -> dict[str, tuple[int, int]]:
     """Return the indices of colour and marker, the latter before its shift by the colour, of registered looks."""
     looks = {**_METHOD_LOOKS, **transform_registry.looks(), **encoding_registry.looks()}
     colours = list(COLOURS)
@@ -150,6 +150,12 @@ def panels(
         for axes in all_axes:
             axes.grid(alpha=0.25)
     return figure, all_axes
+
+
+def hide_unused(all_axes: Sequence[Axes], used: int) -> None:
+    """Hide the panels after the first ``used`` ones: a grid of rows and columns may have more than are drawn."""
+    for axes in all_axes[used:]:
+        axes.set_visible(False)
 
 
 def set_title(axes: Axes, title: str) -> None:

@@ -1,5 +1,6 @@
 """Figures of a sweep: perplexity and exact match over length, loss over training and over the position."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,7 @@ from fairseq_rpe.figures.style import (
     add_legend,
     assign_looks,
     figure_width,
+    hide_unused,
     label_line_ends,
     mark_training,
     panel_columns,
@@ -150,7 +152,7 @@ def draw_exact_match(
         units: task -> what is counted instead of items.
     """
     columns = panel_columns(len(curves), 2)
-    lines = -(-len(curves) // columns)
+    lines = math.ceil(len(curves) / columns)
     names = list(dict.fromkeys(label for task_curves in curves.values() for label in task_curves))
     if exceeds_line_limit(names):
         return _exact_match_maps(curves, names, trained, units or {}, lines, columns)
@@ -168,8 +170,7 @@ def draw_exact_match(
         set_title(axes, "\n".join(filter(None, (task, seeds_caption(task_curves.values())))))
     for axes in all_axes[::columns]:
         axes.set_ylabel("exact match (%)")
-    for axes in all_axes[len(curves) :]:
-        axes.set_visible(False)
+    hide_unused(all_axes, len(curves))
     handles = {
         name: handle for axes in all_axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -196,8 +197,7 @@ def _exact_match_maps(
             axes, rows, Normalize(0, 100), "\n".join(filter(None, about)), numbers=rows, after=trained[task]
         )
         axes.set_xlabel(f"{units.get(task, 'items')}\ndashed: the most in training")
-    for axes in all_axes[len(curves) :]:
-        axes.set_visible(False)
+    hide_unused(all_axes, len(curves))
     if scale is not None:
         add_colour_bar(figure, all_axes, scale, "exact match (%)")
     return figure

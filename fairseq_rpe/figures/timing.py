@@ -1,5 +1,6 @@
 """Figures of timings: attention and models over length, and the cost and gain of sliding-window evaluation."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from fairseq_rpe.figures.style import (
     add_legend,
     assign_looks,
     figure_width,
+    hide_unused,
     mark_training,
     panel_columns,
     panels,
@@ -67,7 +69,7 @@ def draw_model_timing(timings: Sequence[Timing], about: str) -> Figure:
     names = {(t.encoding, t.backend): f"{t.encoding}, {t.backend}" if several else t.encoding for t in timings}
     looks = assign_looks(list(dict.fromkeys(t.encoding for t in timings)))
     columns = panel_columns(len(lengths), 3, 2.1)
-    rows = -(-len(lengths) // columns)
+    rows = math.ceil(len(lengths) / columns)
     figure, all_axes = panels(
         rows, columns, (figure_width(columns), 1.0 + rows * (0.5 + 0.27 * len(names))), sharey=True
     )
@@ -82,8 +84,7 @@ def draw_model_timing(timings: Sequence[Timing], about: str) -> Figure:
         axes.set_axisbelow(True)
     all_axes[0].set_yticks(range(len(names)), list(names.values()))
     all_axes[0].invert_yaxis()
-    for axes in all_axes[len(lengths) :]:
-        axes.set_visible(False)
+    hide_unused(all_axes, len(lengths))
     set_figure_title(figure, about, TICK)
     return figure
 
@@ -105,7 +106,7 @@ def draw_side_by_side(
     curves = [points for panel in rows.values() for lines in panel.values() for points in lines.values()]
     lengths = sorted({n for points in curves for n, _ in points})
     columns = panel_columns(len(keys), _MAX_COLUMNS, 1.3)
-    lines_per_row = -(-len(keys) // columns)
+    lines_per_row = math.ceil(len(keys) / columns)
     width = max(COLUMN, min(PAGE, 1.0 + 1.4 * columns))
     size = width, 1.0 + 1.6 * lines_per_row * len(rows)
     figure, all_axes = panels(lines_per_row * len(rows), columns, size, sharex=True, sharey=True)
@@ -118,8 +119,7 @@ def draw_side_by_side(
                 axes.plot(*zip(*points, strict=True), color=colours[colour_key], **styles[backend])
             if not number or lines_per_row > 1:  # other rows have the titles of the first row above them
                 set_title(axes, title)
-        for axes in row_axes[len(keys) :]:
-            axes.set_visible(False)
+        hide_unused(row_axes, len(keys))
         for axes in row_axes[::columns]:
             axes.set_ylabel(name)
     set_decade_axis(all_axes[0])

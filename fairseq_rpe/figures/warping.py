@@ -50,7 +50,7 @@ def draw_length_curves(setting: WarpSetting, data: Sequence[LengthCurves]) -> Fi
     Distances that do not occur in training on the shorter texts are in a grey zone.
     """
     columns = panel_columns(len(data), len(data))
-    lines = -(-len(data) // columns)
+    lines = math.ceil(len(data) / columns)
     figure, row = panels(lines, columns, (PAGE, 3.6 if lines == 1 else 2.7 * lines), sharey=True)
     trained = len(data[0].tokens) - 1
     looks = assign_looks(["rope", "alibi"])
@@ -79,7 +79,7 @@ def draw_interpolated_curves(setting: WarpSetting, data: Mapping[int, Curve]) ->
     shortest = min(data)
     longer = {length: curve for length, curve in data.items() if length > shortest}
     columns = panel_columns(len(longer), len(longer))
-    lines = -(-len(longer) // columns)
+    lines = math.ceil(len(longer) / columns)
     figure, all_axes = panels(lines, columns, (PAGE, 3.4 if lines == 1 else 2.5 * lines), sharey=True)
     for axes, (length, curve) in zip(all_axes, longer.items(), strict=True):
         _plot(axes, *data[shortest], f"{shortest} tokens", PALETTE[6])
@@ -194,7 +194,7 @@ def draw_warped_positions(setting: WarpSetting, data: Mapping[str, Tensor]) -> F
 def draw_total_differences(setting: WarpSetting, data: Sequence[TotalDifferences]) -> Figure:
     """Draw total differences (Eq. 9) against test length / training length: computed lines and published points."""
     columns = panel_columns(len(data), len(data))
-    lines = -(-len(data) // columns)
+    lines = math.ceil(len(data) / columns)
     figure, all_axes = panels(lines, columns, (PAGE, 3.6 if lines == 1 else 2.7 * lines), sharey=True)
     for axes, curves in zip(all_axes, data, strict=True):
         for skew, sums in curves.sums.items():

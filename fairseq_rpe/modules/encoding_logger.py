@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from fairseq_rpe.analysis.bias_snapshots import BiasHistory, bias_map, spread_heads
+from fairseq_rpe.analysis.bias_snapshots import BiasHistory, bias_map, spread_indices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.figures.biases import draw_head_maps, draw_head_profiles
@@ -122,7 +122,7 @@ class EncodingLogger:
             self._histogram(f"rpe_parameters/{tag}/{name}", parameter.detach().double().cpu())
         title = f"{self.spec}, {tag}, after {self.last_logged} updates"
         self._figure(f"bias_profile/{tag}", draw_head_profiles(profile, title))
-        heads = spread_heads(encoding.heads)
+        heads = spread_indices(encoding.heads)
         bias, step = bias_map(encoding, self.length, heads)
         self._figure(f"exp_bias/{tag}", draw_head_maps(bias, title, heads, step))
 

@@ -50,7 +50,7 @@ class Cape(Transform):
         # drawn by index, not by column, so that padding has no effect
         jitter = _uniform((rows, longest), self.config.local, generator).to(at).gather(1, at.long())
         rigid = self.config.local == 0 and self.config.scale == 1
-        return TransformedPositions((at + shift + jitter) * scale, 1.0 if rigid else None, rigid)
+        return TransformedPositions((at + shift + jitter) * scale, step=1.0 if rigid else None, contiguous=rigid)
 
 
 def _uniform(shape: tuple[int, int], bound: float, generator: torch.Generator | None) -> Tensor:

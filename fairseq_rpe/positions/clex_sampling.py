@@ -57,7 +57,8 @@ class Stretch(Transform):
         table = torch.zeros(len(sizes), longest, dtype=torch.int64)
         for row, size in zip(table, sizes, strict=True):
             row[:size] = drawn[size]
-        return TransformedPositions(table.to(index).gather(1, clamp_to_row(index, lengths).long()), 1.0, t == 1)
+        positions = table.to(index).gather(1, clamp_to_row(index, lengths).long())
+        return TransformedPositions(positions, step=1.0, contiguous=t == 1)
 
 
 def _draw_positions(size: int, limit: int, generator: torch.Generator | None) -> Tensor:

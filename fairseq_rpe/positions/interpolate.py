@@ -50,7 +50,7 @@ class Interpolate(Transform):
     paper = "Chen et al. 2023 (arXiv 2306.15595)"
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set L for ``ratio=auto``; with another ratio, positions do not depend on the row's length."""
         self.length: int | None = None  # L of ratio=auto
         if self.config.ratio != "auto":
             self.length_invariant = True
@@ -76,5 +76,5 @@ class Interpolate(Transform):
             ratios = torch.tensor([self.config.ratio], dtype=torch.float64)
         low, high = ratios.min().item(), ratios.max().item()
         if low != high:
-            return TransformedPositions(index * ratios.to(index)[:, None], None, False)
-        return TransformedPositions(index if low == 1 else index * low, low, True)
+            return TransformedPositions(index * ratios.to(index)[:, None], step=None, contiguous=False)
+        return TransformedPositions(index if low == 1 else index * low, step=low, contiguous=True)

@@ -65,7 +65,7 @@ class Pose(Transform):
             skip = draw_below(self.config.target - sizes - shift + 1, generator)
             positions = positions + skip.to(at)[:, None] * (at >= start.to(at)[:, None])
             shift = shift + skip
-        return TransformedPositions(positions, 1.0, False)
+        return TransformedPositions(positions, step=1.0, contiguous=False)
 
     def _starts(self, sizes: Tensor, generator: torch.Generator | None) -> list[Tensor]:
         """Return the index (B,) of the first token of chunks 2, 3 …, or the row's length if a chunk is empty."""

@@ -31,7 +31,7 @@ class Identity(Transform):
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""
-        return TransformedPositions(index, 1.0, True)
+        return TransformedPositions(index, step=1.0, contiguous=True)
 
 
 @register("offset", colour="grey", marker=">")
@@ -50,7 +50,7 @@ class Offset(Transform):
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""
-        return TransformedPositions(index + self.config.tokens, 1.0, True)
+        return TransformedPositions(index + self.config.tokens, step=1.0, contiguous=True)
 
 
 @register("shape", colour="grey", marker="D")
@@ -82,11 +82,8 @@ class Shape(Transform):
 
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""
-        return TransformedPositions(
-            index + draw_below(torch.full_like(lengths, self.config.max_position), generator).to(index)[:, None],
-            1.0,
-            True,
-        )
+        shifts = draw_below(torch.full_like(lengths, self.config.max_position), generator)  # (B,)
+        return TransformedPositions(index + shifts.to(index)[:, None], step=1.0, contiguous=True)
 
 
 @register("random_padding", colour="grey", marker="<")
@@ -120,6 +117,5 @@ class RandomPadding(Transform):
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""
         check_row_length(lengths, self.config.max_position, "random_padding", "max_position")
-        return TransformedPositions(
-            index + draw_below(self.config.max_position - lengths + 1, generator).to(index)[:, None], 1.0, True
-        )
+        shifts = draw_below(self.config.max_position - lengths + 1, generator)  # (B,)
+        return TransformedPositions(index + shifts.to(index)[:, None], step=1.0, contiguous=True)

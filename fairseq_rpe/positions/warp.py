@@ -98,7 +98,7 @@ class Warp(Transform):
         return train_length if config.length == "train" else None
 
     def setup(self) -> None:
-        """Check the options and derive settings from them."""
+        """Set the values of alpha, and the length of all rows with ``length=train``."""
         self.alphas = torch.tensor(_parse_alphas(self.config.alpha), dtype=torch.float64)
         self.tail_length: int | None = None  # l of all rows with length=train
         if self.config.length == "train":
@@ -122,13 +122,13 @@ class Warp(Transform):
         # all rows are scaled alike, often by 1: positions stay evenly spaced, which attention computes fastest
         if not tail.any() and (scale == scale[0]).all():
             step = scale[0].item()
-            return TransformedPositions(index if step == 1 else index * step, step, True)
+            return TransformedPositions(index if step == 1 else index * step, step=step, contiguous=True)
         at = clamp_to_row(index, lengths)
         positions = at * scale.to(at)[:, None]
         if tail.any():
             tail_rows = tail.nonzero()[:, 0].to(at.device)
             positions[tail_rows] = self._warp_tail(at[tail_rows], lengths.to(at.device)[tail_rows])
-        return TransformedPositions(positions, None, False)
+        return TransformedPositions(positions, step=None, contiguous=False)
 
     def _warp_tail(self, at: Tensor, lengths: Tensor) -> Tensor:
         """Return the tail-warped positions l·f(j/l) of indices ``at`` (B', m) in rows of ``lengths`` (B',) tokens."""

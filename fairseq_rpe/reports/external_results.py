@@ -73,7 +73,7 @@ def write_report(
     build_content = partial(perplexities.build_content, record, [], results, theory)
     content = build_content()
     section = _assemble_section(folder, record, content, len(results.results), files)
-    with files.write_table_last(content.markdown):
+    with files.write_markdown_last(content.markdown):
         write_figures(files, content, build_content, width)
         write_tables(
             files, content, results, {"extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta)}, latex
@@ -86,14 +86,14 @@ def _assemble_section(
     folder: Path, record: SweepRecord, content: ReportContent, measurement_count: int, files: ReportFiles
 ) -> Section:
     """Return the section of the HTML page, with chapters on the results and all measurements."""
-    measurements = page.measurements_part(measurement_count, content.build_measurements, files.results.name)
+    measurements = page.measurements_part(measurement_count, content.build_measurements, files.csv.name)
     return Section(
         name=folder.resolve().name,
         title=record.title or "",
         lead=content.lead,
         facts=[("split", str(record.settings.split)), ("training length", f"{record.settings.tokens:,} tokens")],
         parts=[chapter for chapter in (*content.parts, measurements) if chapter.blocks],
-        text=f"{content.markdown}\nresults: {files.results}\nfigure:  {files.figures[0]}\npage:    {files.page}",
+        text=f"{content.markdown}\nresults: {files.csv}\nfigure:  {files.figures[0]}\npage:    {files.page}",
     )
 
 

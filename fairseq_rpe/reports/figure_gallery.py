@@ -1,4 +1,11 @@
-"""Gallery of all figures on encodings, from specs or from the checkpoints of a sweep."""
+"""Gallery of all figures on encodings, from specs or from the checkpoints of a sweep.
+
+The table :data:`FIGURES` at the end of this module lists the kinds of figures, with what each of them needs.
+:func:`draw_gallery` goes through the table; the functions ``_draw_…`` are its entries.
+
+Layers count from 0, as fairseq names them in a checkpoint (``decoder.layers.0``). Heads have indices from 0 in the code
+and numbers from 1 in commands and figures.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,15 +42,13 @@ class Gallery:
     """Encodings to draw.
 
     Attributes:
-        encodings: encodings by label; a label has one for the whole model, or one for each layer.
+        encodings: label of a model -> its encodings: one that all layers share, or one for each layer.
         length: number of tokens or distances.
-        seed: seed of initial values, or of the runs.
         head_index: index of the head in figures of one head, from 0.
     """
 
     encodings: Mapping[str, Sequence[Encoding]]
     length: int
-    seed: int
     head_index: int
 
     @property
@@ -64,12 +69,14 @@ class TrainedGallery(Gallery):
     Attributes:
         folder: folder of the sweep.
         record: record of the sweep.
+        seed: seed of the runs that are drawn.
         data: binarised text for measurements; None: nothing is measured.
         rpe_module: Python file that registers further encodings.
     """
 
     folder: SweepFolder
     record: SweepRecord
+    seed: int
     data: Path | None = None
     rpe_module: Path | None = None
 
@@ -108,7 +115,7 @@ def gallery_from_specs(specs: Sequence[str], heads: int, length: int, seed: int,
             by_label[spec] = [encoding]
         elif specs:
             raise UserError(f"'{spec}' has no additive bias to draw: leave it out")
-    return Gallery(by_label, length, seed, _head_index(by_label, head))
+    return Gallery(by_label, length, _head_index(by_label, head))
 
 
 def _figure_spec(name: str) -> str:
@@ -144,7 +151,16 @@ def gallery_from_sweep(
         raise UserError(
             f"{folder.path} holds no finished run of seed {seed}: run its sweep first or choose another --seed"
         )
-    gallery = TrainedGallery(by_label, length, seed, _head_index(by_label, head), folder, record, data, rpe_module)
+    gallery = TrainedGallery(
+        encodings=by_label,
+        length=length,
+        head_index=_head_index(by_label, head),
+        folder=folder,
+        record=record,
+        seed=seed,
+        data=data,
+        rpe_module=rpe_module,
+    )
     if data is not None:
         # called for its checks: an unusable text is an error before anything is drawn
         gallery.receptive_field_request().resolve_block_size(record.settings.tokens or length)
@@ -156,7 +172,7 @@ def draw_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int])
 
     Args:
         path: checkpoint file; encodings from a Python file must be registered before.
-        queries: positions of queries, from 0; empty: half, all and twice the training length.
+        queries: positions of queries, from 0; empty: half the training length, the training length, and twice as much.
         layers: indices of layers, from 0; empty: all, or four of many.
 
     Raises:
@@ -185,18 +201,27 @@ def _check_layers(path: Path, spec: str, layer_encodings: Sequence[Encoding], la
 
 
 def _default_queries(train_length: int) -> list[int]:
-    """Return half, all and twice the training length as positions, as far as they can be drawn."""
+    """Return as positions half the training length, the training length, and twice as much, up to the drawable ones."""
     return sorted({n for n in (train_length // 2, train_length, 2 * train_length) if 0 < n <= LAST_QUERY})
 
 
 def _check_queries(path: Path, queries: Sequence[int]) -> Sequence[int]:
+    """Return the positions of queries if they can be drawn.
+
+    Args:
+        path: checkpoint file, for messages.
+        queries: positions of ``--query`` or the default ones; empty if the training length, too, is unknown.
+
+    Raises:
+        UserError: there are none, too many, or one is out of range.
+    """
+    remedy = f"choose positions with --query, 0 to {LAST_QUERY}"
+    if not queries:
+        raise UserError(f"{path} does not record its training length: {remedy}")
     if len(queries) > MOST_QUERIES:
         raise UserError(f"--query names {len(queries)} positions: choose at most {MOST_QUERIES}")
-    if not queries or max(queries) > LAST_QUERY:
-        problem = (
-            f"--query {max(queries)} is out of range" if queries else f"{path} does not record its training length"
-        )
-        raise UserError(f"{problem}: choose positions with --query, 0 to {LAST_QUERY}")
+    if max(queries) > LAST_QUERY:
+        raise UserError(f"--query {max(queries)} is out of range: {remedy}")
     return queries
 
 
@@ -258,22 +283,32 @@ def draw_gallery(gallery: Gallery, folder: Path, tick: Callable[[], object] = la
 
 
 def _has_bias_at(encoding: Encoding, length: int) -> bool:
-    """Return whether the encoding has a bias at this length; a table of positions may be shorter."""
+    """Return whether the encoding has a bias by distance at this length.
+
+    An encoding does not state its longest text or whether it has a profile; it refuses with a UserError. One with a
+    table of positions refuses more tokens than the table has, and one that reads the tokens refuses any profile.
+    """
     try:
         return encoding.bias_profile(length).shape[1] == length
     except UserError:
         return False
 
 
-def _heat_maps(gallery: Gallery) -> dict[str, Figure]:
-    maps, step = {}, 1
-    for name, encoding in gallery.biased_encodings.items():
-        bias, step = bias_map(encoding, gallery.length, [gallery.head_index])
-        maps[name] = bias[0]  # the one head
-    return {"heat_maps": biases.draw_bias_maps(maps, step, gallery.head_index + 1)} if maps else {}
+def _draw_heat_maps(gallery: Gallery) -> dict[str, Figure]:
+    """Draw exp(bias) of one head of each encoding, queries × keys."""
+    sampled = {
+        name: bias_map(encoding, gallery.length, [gallery.head_index])
+        for name, encoding in gallery.biased_encodings.items()
+    }
+    if not sampled:
+        return {}
+    maps = {name: bias[0] for name, (bias, _) in sampled.items()}  # (1, n, n) -> (n, n)
+    (step,) = {step for _, step in sampled.values()}  # the same for all, as it depends on the length alone
+    return {"heat_maps": biases.draw_bias_maps(maps, step, gallery.head_index + 1)}
 
 
-def _profiles(gallery: Gallery) -> dict[str, Figure]:
+def _draw_profiles(gallery: Gallery) -> dict[str, Figure]:
+    """Draw the bias over the distance: all heads, and one head of all encodings in comparison."""
     values = {name: encoding.bias_profile(gallery.length) for name, encoding in gallery.biased_encodings.items()}
     if not values:
         return {}
@@ -284,7 +319,8 @@ def _profiles(gallery: Gallery) -> dict[str, Figure]:
     }
 
 
-def _theory(gallery: Gallery) -> dict[str, Figure]:
+def _draw_theoretical_fields(gallery: Gallery) -> dict[str, Figure]:
+    """Draw the theoretical receptive fields of one head against ε, for encodings whose series converges."""
     curves = {}
     for name, encoding in gallery.biased_encodings.items():
         verdict = verdict_tables.head_verdicts([encoding])[gallery.head_index]
@@ -294,7 +330,8 @@ def _theory(gallery: Gallery) -> dict[str, Figure]:
     return {"trf": receptive_fields.draw_theoretical(curves, title=title)} if curves else {}
 
 
-def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
+def _draw_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
+    """Draw perplexity by length, a figure for the text of the sweep and one for each further text."""
     perplexities = sweep_results.load_perplexities(gallery.folder, gallery.record)
     figures = {}
     for text, results in {"": perplexities, **perplexities.other_texts}.items():
@@ -306,7 +343,8 @@ def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
     return figures
 
 
-def _mean_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
+def _draw_mean_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
+    """Draw the mean perplexity over the lengths at which all runs were evaluated."""
     perplexities = sweep_results.load_perplexities(gallery.folder, gallery.record)
     lengths = perplexities.shared_lengths
     if len(lengths) < 2:
@@ -315,7 +353,8 @@ def _mean_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
     return {"ppl_mean": sweep_curves.draw_mean_perplexity(values, lengths)}
 
 
-def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
+def _draw_empirical_fields(gallery: TrainedGallery) -> dict[str, Figure]:
+    """Measure attention on ``data``, and draw the empirical receptive fields of methods with plain positions."""
     names = [name for name in gallery.encodings if gallery.record.method(name).leaves_positions]
     if not names:
         return {}
@@ -330,7 +369,8 @@ def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
     }
 
 
-def _queries(gallery: TrainedGallery) -> dict[str, Figure]:
+def _draw_learned_query_biases(gallery: TrainedGallery) -> dict[str, Figure]:
+    """Draw the bias of single queries over their keys, a figure for each learned bias of both positions."""
     train_length = gallery.record.settings.tokens or gallery.length
     queries = sorted({train_length // 2, train_length, gallery.length})
     figures = {}
@@ -347,18 +387,21 @@ def _has_parameters(encoding: Encoding) -> bool:
     return any(True for _ in encoding.parameters())
 
 
-def _training(gallery: TrainedGallery) -> dict[str, Figure]:
+def _draw_biases_over_training(gallery: TrainedGallery) -> dict[str, Figure]:
+    """Draw how the bias of each logged head changed in training, a figure for each method with snapshots."""
     figures = {}
     for name, layers in gallery.encodings.items():
         log_folder = gallery.folder.tensorboard / gallery.run(name).name / "encodings"
         snapshots = bias_snapshots.read_history(log_folder) if _has_parameters(layers[0]) else []
         if len(snapshots) < 2:
             continue
-        biases_by_step = [snapshot["bias"] for snapshot in snapshots]  # layer -> head -> bias at each distance
+        # name of a layer -> head -> bias at each distance; EncodingLogger names the layers layer0, layer1, …, or model
+        # if all of them share an encoding
+        biases_by_step = [snapshot["bias"] for snapshot in snapshots]
         values = {}
         for layer, heads in biases_by_step[0].items():
             for head in range(len(heads)):
-                label = f"{layer.replace('layer', 'layer ')}, head {head + 1}"
+                label = f"{layer.replace('layer', 'layer ')}, head {head + 1}"  # "layer 0, head 1"
                 # (steps, distances)
                 values[label] = torch.tensor([layer_biases[layer][head] for layer_biases in biases_by_step])
         steps = [snapshot["step"] for snapshot in snapshots]
@@ -371,35 +414,38 @@ class FigureKind(NamedTuple):
     """A kind of figure of the gallery.
 
     Attributes:
-        draw: maps the gallery to figures by the stem of their files; an empty dict if there is nothing to draw.
+        draw: maps a gallery to figures by the stem of their files; an empty dict if there is nothing to draw. With
+            ``--sweep`` among the options it takes a :class:`TrainedGallery`, otherwise any :class:`Gallery`.
         nothing_reason: the reason to show if ``draw`` returns no figure.
         options: options of the command that ``draw`` needs.
         options_reason: why ``draw`` needs them, as the end of a message; may be empty.
     """
 
-    draw: Callable[[Any], dict[str, Figure]]
+    draw: Callable[[Any], dict[str, Figure]]  # Any, because a Gallery does not suit the functions of a TrainedGallery
     nothing_reason: str
     options: tuple[str, ...] = ()
     options_reason: str = ""
 
 
 FIGURES = {
-    "heat maps of exp(bias)": FigureKind(_heat_maps, "none has an additive bias"),
-    "bias over distance": FigureKind(_profiles, "none has an additive bias"),
-    "theoretical receptive field": FigureKind(_theory, "no series converges"),
-    "perplexity": FigureKind(_perplexity, "the sweep has no finished evaluation", ("--sweep",)),
+    "heat maps of exp(bias)": FigureKind(_draw_heat_maps, "none has an additive bias"),
+    "bias over distance": FigureKind(_draw_profiles, "none has an additive bias"),
+    "theoretical receptive field": FigureKind(_draw_theoretical_fields, "no series converges"),
+    "perplexity": FigureKind(_draw_perplexity, "the sweep has no finished evaluation", ("--sweep",)),
     "mean perplexity": FigureKind(
-        _mean_perplexity, "fewer than two lengths at which all runs were evaluated", ("--sweep",)
+        _draw_mean_perplexity, "fewer than two lengths at which all runs were evaluated", ("--sweep",)
     ),
-    "empirical receptive field": FigureKind(_attention, "every method transforms positions", ("--sweep", "--data")),
+    "empirical receptive field": FigureKind(
+        _draw_empirical_fields, "every method transforms positions", ("--sweep", "--data")
+    ),
     "learned biases of single queries": FigureKind(
-        _queries,
+        _draw_learned_query_biases,
         "the sweep has no learned bias of both positions, such as fire",
         ("--sweep",),
         ", because it shows learned biases",
     ),
     "biases over training": FigureKind(
-        _training, "no run with learned biases was trained with --log-encodings-every", ("--sweep",)
+        _draw_biases_over_training, "no run with learned biases was trained with --log-encodings-every", ("--sweep",)
     ),
 }
 """The kinds of figures by their title, in the order in which they are drawn."""

@@ -16,12 +16,12 @@ class TextFiles(NamedTuple):
     """Paths of the results on a further text, which a sweep evaluates besides its training text.
 
     Attributes:
-        results: numbers as CSV.
+        csv: numbers as CSV.
         png: figure as PNG.
         pdf: figure as PDF.
     """
 
-    results: Path
+    csv: Path
     png: Path
     pdf: Path
 
@@ -34,88 +34,96 @@ class ReportFiles:
         record: its record, which decides what the report contains.
 
     Attributes:
-        results: numbers as CSV.
-        table: tables as Markdown; a report without this file is unfinished, see :meth:`write_table_last`.
+        csv: numbers as CSV.
+        markdown: tables as Markdown; a report without this file is unfinished, see :meth:`write_markdown_last`.
         latex: tables as LaTeX, written on demand.
         figures: main figure as PNG and PDF.
         page: HTML page.
         tensorboard: folder of all TensorBoard files.
         evaluation: TensorBoard folder of the evaluations, replaced as a whole.
         extra_tables: further CSV files: the verdicts on Definition 0.1 of a sweep on text.
-        extra_figures: PNG and PDF of further figures, by name: the heat map ``depths``, and the figure of each further
-            text.
-        texts: files of each further text, by name.
+        depth_maps: heat map of the results by length and depth as PNG and PDF; empty if no task of the sweep has depths
+            in its split. The map is drawn once results with depths exist, see :meth:`is_current`.
+        texts: paths of each further text, by the name of the text.
     """
 
     def __init__(self, folder: SweepFolder, record: SweepRecord) -> None:
         kind = sweep_kind(record.kind)
-        results, figure = kind.csv_name, kind.figure_name
-        self.results = folder.path / f"{results}.csv"
-        self.table = folder.path / f"{results}.md"
-        self.latex = folder.path / f"{results}.tex"
-        self.figures = [folder.path / f"{figure}.{ending}" for ending in ("png", "pdf")]
+        self.csv = folder.path / f"{kind.csv_name}.csv"
+        self.markdown = folder.path / f"{kind.csv_name}.md"
+        self.latex = folder.path / f"{kind.csv_name}.tex"
+        self.figures = _figure_paths(folder, kind.figure_name)
         self.page = folder.path / "report.html"
         self.tensorboard = folder.tensorboard
         self.evaluation = folder.tensorboard / "evaluation"
         self.extra_tables = [folder.path / name for name in kind.extra_tables]
-        self.extra_figures: dict[str, list[Path]] = {}
-        if any(build(task).depths(record.settings.split or "test") for task in record.algorithms):
-            self.extra_figures["depths"] = [folder.path / f"depths.{ending}" for ending in ("png", "pdf")]
+        split = record.settings.split or "test"
+        has_depths = any(build(task).depths(split) for task in record.algorithms)
+        self.depth_maps = _figure_paths(folder, "depths") if has_depths else []
         self.texts = {
-            name: TextFiles(
-                folder.path / f"results-{name}.csv", folder.path / f"ppl-{name}.png", folder.path / f"ppl-{name}.pdf"
-            )
+            name: TextFiles(folder.path / f"results-{name}.csv", *_figure_paths(folder, f"ppl-{name}"))
             for name in record.evaluate
         }
-        self.extra_figures |= {name: [files.png, files.pdf] for name, files in self.texts.items()}
+
+    @property
+    def extra_figures(self) -> dict[str, list[Path]]:
+        """PNG and PDF of further figures by name: ``depths`` is the heat map, other names are further texts."""
+        depths = {"depths": self.depth_maps} if self.depth_maps else {}
+        return depths | {name: [paths.png, paths.pdf] for name, paths in self.texts.items()}
 
     @property
     def files(self) -> list[Path]:
-        """All files of the report except those of TensorBoard."""
-        extra = [path for paths in (*self.extra_figures.values(), *self.texts.values()) for path in paths]
-        return [self.results, self.table, self.page, *self.figures, *self.extra_tables, *extra]
+        """All files of the report except those of TensorBoard, and except ``latex``, which not every report has."""
+        text_paths = [path for paths in self.texts.values() for path in paths]
+        return [self.csv, self.markdown, self.page, *self.figures, *self.extra_tables, *self.depth_maps, *text_paths]
 
     @contextmanager
-    def write_table_last(self, markdown: str) -> Iterator[None]:
-        """Delete ``table``, run the block, which writes all other files, and write ``table`` if it succeeds.
+    def write_markdown_last(self, text: str) -> Iterator[None]:
+        """Delete ``markdown``, run the block, which writes all other files, and write ``markdown`` if it succeeds.
 
-        If the process dies in between, no table exists, so :meth:`is_current` is false and the report is written again.
+        If the process dies in between, no such file exists, so :meth:`is_current` is false and the report is written
+        again.
 
         Args:
-            markdown: text of ``table``.
+            text: text of ``markdown``.
         """
-        self.table.unlink(missing_ok=True)
+        self.markdown.unlink(missing_ok=True)
         yield
-        atomic_write(self.table, markdown)
+        atomic_write(self.markdown, text)
 
     def csv_texts(self, results: SweepResults) -> dict[Path, str]:
         """Return the text of each CSV file with results, by path: that of the sweep and that of each further text."""
-        further = {self.texts[name].results: other.csv() for name, other in results.other_texts.items()}
-        return {self.results: results.csv(), **further}
+        further = {self.texts[name].csv: other.csv() for name, other in results.other_texts.items()}
+        return {self.csv: results.csv(), **further}
 
     def is_current(self, results: SweepResults) -> bool:
         """Return whether the report is finished, and its CSV files have the numbers of ``results``."""
-        paths = [self.table, self.page, self.evaluation, *self.figures, *self.extra_tables]
+        paths = [self.markdown, self.page, self.evaluation, *self.figures, *self.extra_tables]
+        # a further text or a heat map has files only if there are results for it
         if results.tasks_with_depths:
-            paths += self.extra_figures["depths"]
+            paths += self.depth_maps
         paths += [path for name in results.other_texts for path in self.texts[name]]
-        texts = self.csv_texts(results)
-        return all(path.exists() for path in (*paths, *texts)) and all(
-            path.read_text(encoding="utf-8") == text for path, text in texts.items()
+        csv_texts = self.csv_texts(results)
+        return all(path.exists() for path in (*paths, *csv_texts)) and all(
+            path.read_text(encoding="utf-8") == text for path, text in csv_texts.items()
         )
 
-    def summary(self, table: str) -> str:
-        """Return the summary for the terminal: ``table`` (Markdown), then the paths of the main files."""
-        maps = [files[0] for name, files in self.extra_figures.items() if name not in self.texts]
-        heat_maps = "".join(f"heat map:    {path}\n" for path in maps)
+    def summary(self, markdown: str) -> str:
+        """Return the summary for the terminal: ``markdown``, the text of the tables, then the main paths."""
+        heat_map = f"heat map:    {self.depth_maps[0]}\n" if self.depth_maps else ""
         return (
-            f"{table}\n"
-            f"results:     {self.results}\n"
+            f"{markdown}\n"
+            f"results:     {self.csv}\n"
             f"figure:      {self.figures[0]}\n"
-            f"{heat_maps}"
+            f"{heat_map}"
             f"page:        {self.page}\n"
             f"TensorBoard: {self.tensorboard}"
         )
+
+
+def _figure_paths(folder: SweepFolder, name: str) -> list[Path]:
+    """Return the paths of a figure as PNG and PDF."""
+    return [folder.path / f"{name}.{ending}" for ending in ("png", "pdf")]
 
 
 def current_summary(folder: SweepFolder) -> str | None:
@@ -132,4 +140,4 @@ def current_summary(folder: SweepFolder) -> str | None:
     """
     record = folder.read_record()
     files, results = ReportFiles(folder, record), load_results(folder, record)
-    return files.summary(files.table.read_text(encoding="utf-8")) if files.is_current(results) else None
+    return files.summary(files.markdown.read_text(encoding="utf-8")) if files.is_current(results) else None

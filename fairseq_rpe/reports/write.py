@@ -60,7 +60,7 @@ def write_report(
     build_content, extra_tables = kind.report_builder(folder, record, runs, results, limit)
     content = build_content()
     section = _assemble_section(folder, record, runs, content, len(results.results), files)
-    with files.write_table_last(content.markdown):
+    with files.write_markdown_last(content.markdown):
         write_figures(files, content, build_content, width)
         write_tables(files, content, results, extra_tables, latex)
         tensorboard.write_tensorboard(folder, record, results, files.evaluation)
@@ -77,7 +77,7 @@ def _assemble_section(
     files: ReportFiles,
 ) -> Section:
     """Return the section of the HTML page, with chapters on the results, the runs and all measurements."""
-    measurements = page.measurements_part(measurement_count, content.build_measurements, files.results.name)
+    measurements = page.measurements_part(measurement_count, content.build_measurements, files.csv.name)
     parts = [*content.parts, *training.run_parts(record, runs), measurements]
     return Section(
         name=folder.path.resolve().name,

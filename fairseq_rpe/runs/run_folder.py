@@ -21,12 +21,15 @@ CheckpointKind = Literal["last", "best"]  # "best": best validation
 
 @dataclass(frozen=True)
 class FinishedTraining:
-    """End of a run.
+    """End of a run, recorded in run.json when the last update is done.
+
+    The digests are SHA-256 digests of files, so that a later change of a file is noticed. The fields have the names in
+    run.json.
 
     Attributes:
-        updates: updates of the whole training.
+        updates: number of updates that were done, counted from the start of the first training of the run.
         checkpoint: digest of the last checkpoint.
-        best: digest of the checkpoint with the best validation.
+        best: digest of the checkpoint with the best validation; None if no such file was saved.
     """
 
     updates: int | None = None
@@ -44,8 +47,8 @@ class RunRecord:
 
     Attributes:
         settings: settings of the training.
-        updates: updates that were requested.
-        finished: end of the training; empty until then.
+        updates: number of updates that the latest start was to reach; a later start may raise it.
+        finished: end of the training; all of its fields are None until then.
     """
 
     settings: RunSettings = field(default_factory=RunSettings)
@@ -60,8 +63,9 @@ class TrainingStart:
     Attributes:
         time: UTC time in ISO format.
         from_update: updates done before this start.
-        fairseq_rpe, fairseq, torch, python: versions.
+        fairseq_rpe: version of this package.
         commit: git commit of this package, if git tracks it.
+        fairseq, torch, python: versions.
         system, processor: names of the operating system and the processor.
         cores: number of processor cores that the training may use.
         gpus: names of the GPUs; empty if the training runs on processors.
@@ -145,11 +149,12 @@ class CheckpointFolder:
         path: the folder; it need not exist.
 
     Attributes:
-        last, best: last checkpoint, and that with the best validation.
+        last, best: paths of the last checkpoint, and of that with the best validation.
         lock: file that the training locks.
-        record_path: run.json.
-        environment: environment.json.
-        log: messages of fairseq-train.
+        record_path: path of run.json.
+        environment: path of environment.json.
+        log: path of train.log, the messages of fairseq-train. ``train`` writes it with the log format ``progress``
+            only. A sweep uses ``json``, and writes the output of ``train`` to :attr:`RunFolder.train_log`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,10 +177,13 @@ class CheckpointFolder:
             return None
         record = read_json(path)
         check_layout(record, path, "run")
+        # not strict: a later version may have written keys that this one does not know
         return records.read_record(RunRecord, record, str(path), "the run", strict=False)
 
     def write_config(self, config: TrainingConfig) -> None:
-        """Write a configuration to run.json, from which ``train --from-run`` starts; settings that it has stay.
+        """Write a configuration to run.json, from which ``train --from-run`` starts.
+
+        The other entries of the file stay, so that a finished run remains finished; :meth:`write_record` drops them.
 
         Args:
             config: configuration of the training.
@@ -187,7 +195,7 @@ class CheckpointFolder:
     def write_record(
         self, config: TrainingConfig, plan: TrainingPlan, finished: FinishedTraining | None = None
     ) -> None:
-        """Write run.json.
+        """Write all of run.json anew; without ``finished`` the run is no longer recorded as finished.
 
         Args:
             config: configuration of the training.
@@ -205,7 +213,8 @@ class CheckpointFolder:
             plan: settings and number of updates of the training.
 
         Returns:
-            The digest, None if the training is not finished.
+            The digest. None if the training is not finished, or if its last checkpoint was changed since. The caller
+            then starts the training again, which continues from the newest checkpoint and records the end anew.
 
         Raises:
             UserError: the folder holds another run.
@@ -213,10 +222,11 @@ class CheckpointFolder:
         record = self.read_record() if self.last.exists() else None
         if record is None:
             return None
-        if difference := plan.settings.difference(record.settings):
+        if setting := plan.settings.first_difference(record.settings):
             remedy = "choose another folder or delete it"
-            if difference.startswith("warmup is"):  # the default depends on --updates, which may be raised
+            if setting == "warmup":  # the default depends on --updates, which may be raised
                 remedy = f"give --warmup {record.settings.warmup} to continue it, or {remedy}"
+            difference = plan.settings.difference(record.settings)
             raise UserError(f"{self.path} holds another run ({difference}): {remedy}")
         if record.finished.updates != plan.updates:
             return None
@@ -228,7 +238,9 @@ class CheckpointFolder:
         return self.last if kind == "last" else self.best
 
     def checkpoint_digest(self, kind: CheckpointKind) -> str:
-        """Return the digest of the last or best checkpoint of a finished run.
+        """Return the digest of the last or best checkpoint of a finished run, which is about to be evaluated.
+
+        A checkpoint that was changed is an error here: a finished run is not trained again, so nothing would repair it.
 
         Args:
             kind: "last" or "best".
@@ -250,6 +262,7 @@ class CheckpointFolder:
         if not self.environment.exists():
             return []
         path = self.environment
+        # not strict, as in read_record
         return list(records.read_record(_Starts, read_json(path), str(path), "the record", strict=False).starts)
 
     def add_start(self, start: TrainingStart) -> None:
@@ -268,7 +281,7 @@ class RunFolder:
     Attributes:
         checkpoints: folder of the training.
         results: measurements, one JSON object a line.
-        train_log, eval_log: messages of training and evaluation.
+        train_log, eval_log: paths of the output of the commands ``train`` and ``eval…`` that the sweep starts.
         lock: file that the process locks.
     """
 
@@ -282,7 +295,7 @@ class RunFolder:
 
 
 def check_no_run(flag: str, folder: Path) -> None:
-    """Check that the folder of a sweep is not that of a training or an extension.
+    """Check that a folder for a sweep is not that of a single training (``train``) or further training (``extend``).
 
     Args:
         flag: option that names the folder, for the message.
@@ -298,7 +311,7 @@ def check_no_run(flag: str, folder: Path) -> None:
 
 
 def check_no_sweep(flag: str, folder: Path) -> None:
-    """Check that the folder of a training or an extension is not that of a sweep.
+    """Check that a folder for a single training (``train``) or further training (``extend``) is not that of a sweep.
 
     Args:
         flag: option that names the folder, for the message.

@@ -66,6 +66,11 @@ class RunSettings(TrainingSettings):
             return size.activation if (size := find_size(self.arch or "")) else None
         return SETTINGS[name].default
 
+    def first_difference(self, before: "RunSettings") -> str | None:
+        """Return the name of the first setting that differs from those of an earlier run, None if all are equal."""
+        old, new = before.to_dict(), self.to_dict()
+        return next((key for key in {**new, **old} if old.get(key) != new.get(key)), None)
+
     def difference(self, before: "RunSettings") -> str:
         """Describe the first setting that differs from those of an earlier run.
 
@@ -75,10 +80,10 @@ class RunSettings(TrainingSettings):
         Returns:
             The setting with both values, or an empty text if all settings are equal.
         """
-        old, new = before.to_dict(), self.to_dict()
-        key = next((key for key in {**new, **old} if old.get(key) != new.get(key)), None)
+        key = self.first_difference(before)
         if key is None:
             return ""
+        old, new = before.to_dict(), self.to_dict()
         if key in SETTINGS and SETTINGS[key].is_recorded_if_changed:
             return f"{key} is {before.effective(key)!r} there, {self.effective(key)!r} here"
         return f"{key} is {old.get(key)!r} there, {new.get(key)!r} here"

@@ -14,6 +14,7 @@ from fairseq_rpe.utils.records import Betas, Count, Fraction, NonEmptyText, NonN
 
 IDENTITY = "identity"  # the position transform that changes nothing
 PROGRESS = "progress"  # the log format that shows a progress line and sends fairseq's messages to a file
+BY_ARCHITECTURE = "that of the architecture"  # a default that differs between architectures; never a value
 STREAM_BLOCKS = "stream"  # the default of --blocks
 
 Sharing = Literal["auto", "model", "layer"]
@@ -31,19 +32,24 @@ Rank = Annotated[int, Rule(lambda v: 0 <= v <= 10**9, "a whole number from 0 to 
 class Setting:
     """What a field of :class:`TrainingConfig` means outside of Python.
 
+    A run that stays reproducible and resumable depends on four attributes: ``is_identity`` and ``default`` decide what
+    ``run.json`` records and so which folders a command can resume; ``is_passed`` and ``passes_default`` decide which
+    flags fairseq-train receives.
+
     Attributes:
         help: help text of the option, without the default.
         metavar: name of the value in the help text.
-        flags: flags of fairseq-train with the same meaning; an option sets the first of them.
-        is_reserved: whether ``flags`` after ``--`` are always refused, rather than only together with the option.
-        is_passed: whether the first flag is passed with the value of the field; otherwise
+        flags: flags of fairseq-train with the same meaning. The first one passes the value.
+        is_reserved: True: each of ``flags`` is refused among the words after ``--``. False: they are allowed there, but
+            not together with the option.
+        is_passed: whether the first flag passes the value of the field; otherwise
             :mod:`fairseq_rpe.runs.fairseq_flags` has a rule for the setting.
-        passes_default: whether the flag is passed for the default value as well.
+        passes_default: whether the flag is passed as well if the option is not given and ``default`` takes effect.
         is_identity: whether ``run.json`` records the value among ``settings``, so that a resumed run may not change it.
-        default: value that takes effect without the option. If it is stated, an equal value is recorded as None, as in
-            runs that were recorded before the setting had an option. None if the default depends on the architecture
-            and the data, or if there is none.
-        default_words: default in the help text; empty for ``default``, or that of the architecture and the data.
+        default: value that takes effect without the option, if that is the same for all architectures and data; None
+            otherwise. ``run.json`` records this value as None, so that runs recorded before the setting had an option
+            compare as equal. This is not the value of the field, which is None if the option is not given.
+        default_words: the default in the help text, in place of ``default`` or of a table of architectures.
         in_sweep: whether ``sweep`` has the option, too.
         model_key: setting of a checkpoint's model that a further training takes over.
         title: name of the setting where the report compares it with the published value; empty: it is not compared.
@@ -92,7 +98,7 @@ class OptimizationSettings:
     In a training that continues another one, None is the value of that training.
 
     Attributes:
-        tokens: training length in tokens.
+        tokens: training length: tokens of a training sequence.
         batch_sentences: number of sequences of one process and batch; in a recipe, of an update over all processes and
             accumulated batches.
         updates: number of updates of the whole training.
@@ -215,7 +221,7 @@ class ModelSettings(OptimizationSettings):
         "--activation-fn",
         is_reserved=False,
         passes_default=False,
-        default="the architecture's",
+        default=BY_ARCHITECTURE,
         default_words="gelu for small and large, else relu",
         model_key="activation_fn",
         title="activation",
@@ -401,7 +407,9 @@ class TrainingConfig(TrainingSettings):
             option = option_name(name)
             if isinstance(value, bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
-            elif name not in ("data", "extra") and value is not None and (name, value) != ("nodes", 1):
+            elif name == "nodes" and value == 1:
+                continue  # keeps the common command short
+            elif name not in ("data", "extra") and value is not None:
                 words += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         return [*words, *(["--", *self.extra] if self.extra else [])]
 
@@ -411,11 +419,12 @@ class TrainingConfig(TrainingSettings):
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-_FIRST = ("rpe", "out", "data", "algorithm", "finetune_from")  # in commands and help texts
+# fields that come before all others in commands and help texts; otherwise the order is that of the fields
+_FIRST = ("rpe", "out", "data", "algorithm", "finetune_from")
 SETTINGS: Mapping[str, Setting] = {
     f.name: f.metadata["setting"] for f in sorted(fields(TrainingConfig), key=lambda f: f.name not in _FIRST)
 }
-# settings whose flags of fairseq-train may follow a lone -- unless the option is given as well
+# settings whose flags of fairseq-train are allowed after ``--``, as long as the option is not given
 OVERRIDABLE = tuple(name for name, s in SETTINGS.items() if s.flags and not s.is_reserved)
 
 

@@ -1,4 +1,13 @@
-"""Builds the runs of a sweep: one training each, with the evaluations of all methods that share it."""
+"""Builds the runs of a sweep: one training each, with the evaluations of all methods that share it.
+
+A *method* is an encoding with position transforms and settings, which a sweep compares. A *run* is one training and its
+folder. Methods whose trainings are equal have the same ``Method.run_name``, so they share a run and differ only in its
+evaluations. A method may continue another one: its run starts from the last checkpoint of the run of that method, its
+*parent*, and trains it further.
+
+``Sweep.methods`` are compared, so they are trained and evaluated. ``Sweep.trained`` also has methods that are trained
+only because others continue them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +46,8 @@ class Stage:
         name: :data:`TRAINING` or :data:`EVALUATING`.
         command: program and arguments of a process.
         log: file to which the output is appended.
-        starts_from_record: whether the command reads the configuration of the run, which must be written before.
+        starts_from_record: whether the command reads the configuration in run.json; :meth:`SweepRun.write_config` must
+            write it before.
     """
 
     name: str
@@ -52,9 +62,11 @@ class Evaluation:
 
     Attributes:
         command: program and arguments of a process; they name the checkpoint by its path.
-        keys: keys of the results; their checkpoint is empty, because it is known after the training.
+        keys: keys of the results. Their field ``checkpoint``, the digest of the checkpoint, is empty: it is known only
+            after the training, and :meth:`SweepRun.remaining_stages` fills it in.
         data: text or question folder; None for a generated task.
-        text_name: name of a text other than that of the training.
+        text_name: name that ``--eval-data`` or the preset gives to a further text; None for the text of the training,
+            for generated tasks and for questions.
         skipped_lengths: reason why the method is not evaluated at some lengths; empty otherwise.
     """
 
@@ -65,18 +77,18 @@ class Evaluation:
     skipped_lengths: str = ""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # compared and hashed by identity: executors have runs as keys of dictionaries
 class SweepRun:
     """One training of a sweep with its evaluations.
 
     Attributes:
         folder: folder of the run.
         config: configuration of the training.
-        plan: what the configuration resolves to.
-        kind: kind of its evaluations.
-        parent: run whose checkpoint the training starts from.
+        plan: the configuration with all defaults filled in: identity and number of updates of the training.
+        kind: kind of the sweep (text, algorithms or answers), which says what the results of evaluations are.
+        parent: run whose last checkpoint the training starts from; None for a training from scratch.
         evaluations: evaluations of all methods that share the training.
-        checkpoint_kind: checkpoint that is evaluated.
+        checkpoint_kind: which checkpoint is evaluated: the last one, or the one with the best validation.
     """
 
     folder: RunFolder
@@ -124,6 +136,8 @@ class SweepRun:
         """
         if self.parent is None:
             return self.folder.checkpoints.finished_digest(self.plan)
+        # The digest of the parent's checkpoint is part of this run's identity. The plan may have been made before the
+        # parent was trained, or before it was trained again, so the current digest replaces that of the plan.
         parent_digest = self.parent.finished_digest()
         if parent_digest is None:
             return None
@@ -139,6 +153,8 @@ class SweepRun:
             return [training, *(Stage(EVALUATING, e.command, log) for e in self.evaluations)]
         if self.checkpoint_kind != "last":
             digest = self.folder.checkpoints.checkpoint_digest(self.checkpoint_kind)
+        # A result counts only if all fields of its key are equal, including the digest of the checkpoint. An evaluation
+        # is repeated if any of its results is missing; it does not measure the others again.
         measured = {result.key for result in records.read_results(self.kind.result_type, self.folder.results)}
         return [
             Stage(EVALUATING, evaluation.command, log)
@@ -147,7 +163,7 @@ class SweepRun:
         ]
 
     def launch_line(self, on_slurm: bool, gpus: int) -> str:
-        """Return the command that the training starts on each node.
+        """Return the command of fairseq-train that ``fairseq-rpe train`` starts on each node, for display.
 
         Args:
             on_slurm: whether the nodes are those of a SLURM job.
@@ -160,6 +176,7 @@ class SweepRun:
         return launch.shell_line(launch.training_command(self.config, self.plan, node, gpus))
 
 
+# function of a run and of one of the methods that share it; returns the evaluations of that method
 Evaluate = Callable[[SweepRun, Method], list[Evaluation]]
 
 
@@ -171,9 +188,10 @@ def build_runs(
     Args:
         sweep: resolved sweep on a text or on generated tasks.
         data_digest: digest of the text, None for generated tasks.
-        without_bias: encodings that are trained without ``--log-encodings-every``.
-        kind: kind of the sweep.
-        evaluate: builds the evaluations of a method of a run.
+        without_bias: specs of encodings that add no bias. ``--log-encodings-every`` would have nothing to log, so they
+            are trained without it.
+        kind: kind of the sweep, text or algorithms.
+        evaluate: function of the kind that returns the evaluations of a run for one of its methods.
 
     Returns:
         The runs; a run comes after the one that it continues.
@@ -181,6 +199,7 @@ def build_runs(
     runs: dict[str, SweepRun] = {}
     by_name = {method.name: method for method in sweep.trained}
     for algorithm in sweep.algorithms or (None,):
+        # ``trained`` has methods that continue others last, so that the run of the parent exists already
         for method in sweep.trained:
             for seed in sweep.seeds:
                 name = method.run_name(seed, algorithm)
@@ -199,7 +218,7 @@ def build_runs(
 def training_config(
     sweep: Sweep, method: Method, seed: int, algorithm: str | None, parent: SweepRun | None, logs_encodings: bool
 ) -> TrainingConfig:
-    """Return the configuration of the training of a run.
+    """Return the configuration of the training of a run: the options of the sweep, changed by those of the method.
 
     Args:
         sweep: sweep that the run belongs to.
@@ -207,18 +226,19 @@ def training_config(
         seed: random seed of the training.
         algorithm: generated task, None for a text.
         parent: run that the training continues.
-        logs_encodings: whether ``--log-encodings-every`` applies.
+        logs_encodings: whether the training logs its encoding, if the sweep has ``--log-encodings-every``.
 
     Returns:
         The configuration.
     """
     sweep_folder = SweepFolder(sweep.out)
     folder = sweep_folder.run_folder(method, seed, algorithm)
+    # The settings of a further training replace those of the sweep; a method that continues no other has none.
     overrides: dict[str, Any] = {**method.further.stated()}
     if method.further.batch_sentences is not None:
         overrides["batch_sentences"] = batch_per_process(method.further.batch_sentences, sweep.base_config)
     if method.further.schedule not in (None, "cosine"):
-        overrides["min_lr"] = None
+        overrides["min_lr"] = None  # of the sweep's cosine schedule: other schedules refuse it
     settings: dict[str, Any] = {
         "rpe": method.rpe,
         "out": folder.checkpoints.path,
@@ -230,6 +250,7 @@ def training_config(
         "log_encodings_every": sweep.base_config.log_encodings_every if logs_encodings else None,
         "finetune_from": parent.folder.checkpoints.last if parent else None,
     }
+    # no key is in both dictionaries: a further training has the encoding, data and positions of its method
     return replace(sweep.base_config, **settings, **overrides)
 
 

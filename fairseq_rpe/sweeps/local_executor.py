@@ -18,7 +18,7 @@ from fairseq_rpe.sweeps.grid import TRAINING, Stage, SweepRun
 from fairseq_rpe.utils import devices
 from fairseq_rpe.utils.progress import Progress
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.2  # between two looks at the children and their logs
 
 
 def job_environments(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
@@ -96,7 +96,17 @@ class LineCounter:
 
 @dataclass
 class _ActiveRun:
-    """A run whose stages are being executed in a slot: one of the concurrent jobs."""
+    """A run whose stages are being executed, one after the other.
+
+    Attributes:
+        run: the run.
+        stages: the current stage and those after it.
+        slot: number of the concurrent job that executes them, which decides the GPUs.
+        child: process of the current stage, None before the first stage.
+        log_start: byte of the stage's log at which the output of this process begins.
+        log: parser of the current stage's log from there on.
+        results: counter of the lines of the run's results.
+    """
 
     run: SweepRun
     stages: list[Stage]
@@ -176,6 +186,7 @@ class _Executor:
         while self._free_slots and (ready := _next_ready(self.waiting, self.active)):
             self.waiting.remove(ready)
             run, stages = ready
+            # the training of the parent is neither waiting nor active here: it has failed, or belongs to another job
             if stages[0].name == TRAINING and run.parent and run.parent.finished_digest() is None:
                 self.failures.append(f"{run.name} was not trained: {run.parent.name} has to be finished before")
                 continue

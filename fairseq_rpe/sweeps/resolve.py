@@ -35,7 +35,7 @@ class Sweep:
         max_tokens: largest batch of the evaluation in tokens, None for the default.
         jobs: concurrent runs on this machine, None for as many as the GPUs or cores allow.
         base_config: options that all trainings share.
-        kind: kind of the sweep.
+        kind: what the models are evaluated on: a text, generated tasks or questions.
         recipe_name: name or path of the recipe on the command line, None without one.
         recipe: contents of the recipe, None without one.
         preset: sizes and settings of the recipe that are used, None without a recipe.
@@ -68,7 +68,7 @@ class Sweep:
 
     @property
     def trained(self) -> tuple[Method, ...]:
-        """All methods that are trained; methods that continue others come last."""
+        """All methods that are trained. Methods that continue others come last, so that these are trained before."""
         return tuple(sorted((*self.prerequisites, *self.methods), key=lambda method: method.continues is not None))
 
     def preparation_of_text(self, name: str) -> tuple[str, ...]:

@@ -38,9 +38,10 @@ class MetricTags(NamedTuple):
 
 
 class SweepKind(ABC):
-    """A kind of sweep.
+    """How a sweep evaluates its models and reports on them: on a text, on generated tasks or on questions.
 
-    Methods about reports take ``results``: what :meth:`load_results` returned.
+    Each kind is a module of :mod:`fairseq_rpe.kinds`. Methods about reports take ``results``: what
+    :meth:`load_results` returned.
 
     Attributes:
         name: name in recipes.
@@ -115,7 +116,8 @@ class SweepKind(ABC):
         Args:
             sweep: resolved sweep of this kind.
             inputs: its data.
-            without_bias: encodings that are trained without ``--log-encodings-every``.
+            without_bias: specs of encodings that add no bias. ``--log-encodings-every`` would have nothing to log, so
+                they are trained without it.
 
         Returns:
             The runs; a run comes after the one that it continues.
@@ -201,13 +203,10 @@ def kind_names() -> tuple[str, ...]:
 
 @cache
 def sweep_kind(name: str) -> SweepKind:
-    """Load a kind.
+    """Return the kind of sweeps with a name, from its module in :mod:`fairseq_rpe.kinds`.
 
     Args:
         name: one of :func:`kind_names`.
-
-    Returns:
-        The kind.
     """
     kind: SweepKind = importlib.import_module(f"{_PACKAGE}.{name}").KIND
     return kind

@@ -250,7 +250,7 @@ def test_training_length_reaches_the_model(tiny):
     model = task.build_model(cfg.model)
     assert cfg.model.rpe_train_length == cfg.model.tokens_per_sample == 8
     assert (
-        model.decoder.position_transforms.train.max_position == 24
+        model.decoder.position_transforms.train.max_length == 24
         and model.decoder.position_transforms.evaluation.length == 8
     )
 
@@ -431,10 +431,10 @@ def test_randomized_times_is_so_many_training_lengths():
     index, lengths = torch.arange(10, dtype=torch.float32)[None], torch.full((500,), 10)
     by_times, by_max = (build_positions(f"randomized:{size},per=row", 10) for size in ("times=4", "max_position=40"))
     k = by_times(index, lengths, generator()).k
-    assert by_times.max_position == 40 and k.min() == 0 and k.max() == 39 and (k.diff(dim=1) > 0).all()
+    assert by_times.max_length == 40 and k.min() == 0 and k.max() == 39 and (k.diff(dim=1) > 0).all()
     assert torch.equal(by_max(index, lengths, generator()).k, k)
     assert torch.equal(build_positions("randomized:times=1", 10)(index, lengths, generator()).k, index)
-    assert build_positions("randomized", 10).max_position == build_positions("randomized").max_position == 2048
+    assert build_positions("randomized", 10).max_length == build_positions("randomized").max_length == 2048
 
 
 def test_randomized_times_refusals():
@@ -449,4 +449,4 @@ def test_randomized_times_refusals():
         with refused(rf"option 'times'.* 40 positions.*{tokens} tokens.*at least {least}\b"):
             build_positions("randomized:times=4", 10)(index, sizes, generator())
         enough = build_positions(f"randomized:times={least}", 10)
-        assert enough(index, sizes, generator()).k.max() < enough.max_position
+        assert enough(index, sizes, generator()).k.max() < enough.max_length

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numeric import exact, softmax, vectors
+from refusal import refused
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, verdict
 from fairseq_rpe.attention.backends import BACKENDS
@@ -15,6 +16,8 @@ from fairseq_rpe.attention.forward import build_plan, compute_token_features, ru
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.alibi import alibi_slopes
+from fairseq_rpe.encodings.base import registry
+from fairseq_rpe.encodings.window import Window
 
 SHAPES = [(1, 1, 4), (5, 2, 4), (9, 3, 6), (16, 4, 2), (23, 2, 8)]  # tokens, heads, head width
 
@@ -174,6 +177,15 @@ def test_dape_with_a_last_layer_of_zeros_is_its_base(base):
     encoding = build(f"dape:base={base}", 4, 32).double()
     torch.nn.init.zeros_(encoding.out.weight), torch.nn.init.zeros_(encoding.out.bias)
     assert_same(encoding, encoding.base)
+
+
+def test_dape_adjusts_users_encodings_that_allow_it(monkeypatch):
+    allowed = type("Allowed", (Window,), {"dape_base": True})
+    for name, cls in (("allowed", allowed), ("not_allowed", Window)):
+        monkeypatch.setitem(registry._table, name, cls)
+    assert isinstance(build("dape:base=allowed", 4, 32).base, allowed)
+    with refused("is one of alibi, allowed, fire, kerple_log, nope, rope, not 'not_allowed'"):
+        build("dape:base=not_allowed", 4, 32)
 
 
 @torch.no_grad()

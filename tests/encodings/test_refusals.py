@@ -37,7 +37,7 @@ LIMITS = {
     "one of 0, 1, 2": "fire:hidden_layers=3",
     "one of none, clipped, plain": "rope:logn=often",
     "one of none, linear.*did you mean 'yarn'": "rope:scaling=yar",
-    "one of kerple_log": "dape:base=t5_bias",
+    "one of alibi, fire, kerple_log": "dape:base=t5_bias",
     "a number or auto, not 'much'": "rope:scaling=linear,factor=much",
     "wants numbers as in 1.1.5.3.4, or one of pi, ntk, yarn, not": "longrope:factors=1+much  longrope:factors=nan",
 }

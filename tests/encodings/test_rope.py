@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fairseq_rpe.attention import AttentionPlan, reference, sdpa
 from fairseq_rpe.attention.forward import run_attention
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
+from fairseq_rpe.encodings.rope import SCALINGS, Rope, effective_options
 
 floats = functools.partial(vectors, dtype=torch.float32)
 ROTARY = SPECS["rope"] + SPECS["xpos"]
@@ -62,6 +64,12 @@ def test_bases(scaling, at, base):
     got = theta(f"scaling={scaling}", at)
     assert got[1].item() ** -32 == pytest.approx(base, rel=1e-8)
     torch.testing.assert_close(got, theta(f"base={base}"), rtol=1e-8, atol=0)
+
+
+def test_every_option_has_an_effect_with_every_scaling_or_with_those_that_name_it():
+    always = set(effective_options(Rope.Config()))
+    named = [option for scaling in SCALINGS.values() for option in scaling.options]
+    assert {f.name for f in fields(Rope.Config)} == always | set(named) and not always & set(named)
 
 
 def test_by_parts():

@@ -347,6 +347,7 @@ def test_lengths_have_a_default(state, text, tmp_path, monkeypatch, capsys):
     for flags, lengths, why in (
         ((None, None), [32, 64, 128], f"text/test has {total} tokens"),
         (("learned", None), [32], "'learned' has 32 positions"),
+        (("tupe:max_positions=64", None), [32, 64], "'tupe' has 64 positions"),
         ((None, "randomized:max_position=64"), [32, 64], "has 64 positions"),
         ((None, None, "document"), [32, 64], f"the longest document of {text}/test has {longest} tokens"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 import pytest
 from conftest import run
@@ -33,5 +34,25 @@ def test_nothing_is_known_of_others(spec):
     assert max_length(spec, 64) is None
 
 
+def test_users_transforms_are_known_once_they_are_registered(monkeypatch):
+    @dataclass(frozen=True)
+    class Config:
+        rows: int = positions.option(9, "number of positions")
+
+    class Mine(positions.Transform):
+        random = True
+
+        @classmethod
+        def position_limit(cls, config, train_length):
+            return config.rows
+
+    Mine.Config = Config
+    monkeypatch.setitem(registry._table, "my_own", Mine)
+    assert (max_length("my_own:rows=3", 64), is_random("my_own")) == (3, True)
+    assert Mine(Config(4)).max_length == 4
+
+
 def test_without_torch():
-    run(sys.executable, "-c", "import sys, fairseq_rpe.evaluation.position_limits; sys.exit('torch' in sys.modules)")
+    code = "import sys\nfrom fairseq_rpe.evaluation.position_limits import is_random, max_length\n"
+    code += f"print([(max_length(spec, 64), is_random(spec)) for spec in {SPECS}])\nsys.exit('torch' in sys.modules)"
+    assert run(sys.executable, "-c", code).stdout.strip() == str([(max_length(s, 64), is_random(s)) for s in SPECS])

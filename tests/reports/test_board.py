@@ -330,8 +330,8 @@ def test_other_ranks_and_evaluation_alone_write_nothing(tmp_path, task):
 
 def test_figures_show_the_bias():
     encoding = build("alibi", 6, 48)
-    heads = bias_snapshots.spread_heads(6)
-    assert heads == [0, 2, 3, 5] and bias_snapshots.spread_heads(3) == [0, 1, 2]
+    heads = bias_snapshots.spread_indices(6)
+    assert heads == [0, 2, 3, 5] and bias_snapshots.spread_indices(3) == [0, 1, 2]
     bias, step = bias_snapshots.bias_map(encoding, 600, heads)
     assert (tuple(bias.shape), step) == ((4, 200, 200), 3)
     profile = encoding.bias_profile(600)

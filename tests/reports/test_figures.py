@@ -21,6 +21,7 @@ from fairseq_rpe import encodings
 from fairseq_rpe.analysis.bias_snapshots import bias_map
 from fairseq_rpe.analysis.speed import BASELINE, Timing
 from fairseq_rpe.encodings import build
+from fairseq_rpe.encodings.alibi import Alibi
 from fairseq_rpe.figures import biases as drawings
 from fairseq_rpe.figures import style, sweep_curves, timing
 from fairseq_rpe.figures.heat_maps import MAX_LINES
@@ -274,6 +275,27 @@ def test_encodings_keep_their_looks_and_never_share_one():
     assert len({look[:2] for look in together.values()}) == len(known) + len(others)
     assert together["type1:variant=paper"].colour == alone["type1"].colour
     assert {look.colour for look in together.values()} <= set(style.PALETTE)
+
+
+def test_users_encodings_have_the_looks_that_they_are_registered_with(monkeypatch):
+    """Without one, a look that no other encoding has; a derived class does not have that of its base class."""
+    registry = encodings.base.registry
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
+    monkeypatch.setattr(registry, "_looks", dict(registry._looks))
+    mine, another = (type(name, (Alibi,), {}) for name in ("Mine", "Another"))
+    registry.register("mine", colour="brown", marker="P")(mine)
+    registry.register("another")(another)
+    looks = style.assign_looks(["alibi", "mine", "mine:x=1", "another"])
+    assert looks["mine"][:2] == ("#7F4A12", "P") and looks["mine:x=1"].colour == "#7F4A12"
+    assert len({look[:2] for look in looks.values()}) == 4
+    for chosen in (
+        {"colour": "brown"},
+        {"marker": "P"},
+        {"colour": "red", "marker": "P"},
+        {"colour": "pink", "marker": "os"},
+    ):
+        with refused("give both or neither, a colour of blue, vermilion"):
+            encodings.register("other", **chosen)
 
 
 def test_what_is_compared_is_told_apart_also_without_colours():

@@ -307,7 +307,7 @@ def test_warping_is_the_papers():
             assert method.positions_eval == (method.positions_train if randomized else "interpolate")
         for n in times:
             transform = positions.build(methods[f"randomized-{n}x"].positions_train, 100)
-            assert (transform.max_position, transform.config.per) == (100 * n, "row")  # a draw for each example
+            assert (transform.max_length, transform.config.per) == (100 * n, "row")  # a draw for each example
     sixth = positions.build("warp:alpha=1/6").config.alpha
     drawn = positions.build("warp:alpha=choice(0.4;0.5;0.6;0.7;0.8)")
     assert drawn.alphas.tolist() == [0.4, 0.5, 0.6, 0.7, 0.8]

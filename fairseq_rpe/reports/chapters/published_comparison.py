@@ -15,10 +15,10 @@ from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.sweep_record import Published, PublishedSettings, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, lowest, number_cell, text_cell
 
-_YES, _NO, _OPEN = "yes", "no", "not verified"  # whether two settings are the same
-# field of PublishedSettings -> title, for settings that are compared for equality
+# field of PublishedSettings -> title, for settings that are compared for equality. `context` is no option, so it has no
+# title among SETTINGS: it follows from the options for blocks and for documents
 _COMPARED = {name: s.title for name, s in SETTINGS.items() if s.title} | {"context": "training sequences"}
-_SAME = {True: _YES, False: _NO, None: _OPEN}
+_ANSWERS = {True: "yes", False: "no", None: "not verified"}  # whether a setting is the same, as the table shows it
 _NEAR = 0.02  # relative difference up to which two counts, of parameters or of the vocabulary, are the same
 _NOT_STATED = "not stated"
 _CAUTION = (
@@ -28,7 +28,7 @@ _CAUTION = (
 
 
 def upgrade_record(record: SweepRecord) -> SweepRecord:
-    """Complete a record of an earlier version with title, paper and published results from its recipe.
+    """Complete a record of an earlier version with title, paper and published settings from its recipe.
 
     Only recipes of this package are read: a recipe file of the user may have changed since.
 
@@ -36,19 +36,28 @@ def upgrade_record(record: SweepRecord) -> SweepRecord:
         record: record of a sweep.
 
     Returns:
-        The record; what it states itself stays.
+        The record. Everything that it states has precedence over the recipe.
     """
     if record.recipe not in recipes.names():
         return record
-    recipe, published = recipes.load(record.recipe), record.published
+    recipe = recipes.load(record.recipe)
+    published = record.published
     if published and recipe.published:
-        ours, recorded = recipe.published, published.settings
-        if recorded is None:
-            published = replace(ours, source=published.source, url=published.url or ours.url, values=published.values)
-        elif ours.settings and published.source == ours.source:
-            stated = {name: value for name, value in vars(recorded).items() if value is not None}
-            published = replace(published, settings=replace(ours.settings, **stated))
+        published = _complete_published(published, recipe.published)
     return replace(record, title=record.title or recipe.title, paper=record.paper or recipe.paper, published=published)
+
+
+def _complete_published(recorded: Published, recipe: Published) -> Published:
+    """Return the recorded published results, completed with the settings of the recipe."""
+    if recorded.settings is None:
+        # from a version in which recipes had no settings: all are the recipe's, and how the values are measured
+        return replace(recipe, source=recorded.source, url=recorded.url or recipe.url, values=recorded.values)
+    if recipe.settings and recorded.source == recipe.source:
+        # Recipes state more settings since. They are added only for the same source: the settings that are recorded for
+        # another one may be those of other runs.
+        stated = {name: value for name, value in vars(recorded.settings).items() if value is not None}
+        return replace(recorded, settings=replace(recipe.settings, **stated))
+    return recorded
 
 
 def comparison_blocks(
@@ -63,7 +72,7 @@ def comparison_blocks(
 
     Returns:
         A warning and a table of the settings. For a sweep on text, a table of trends follows, and the published values
-        come last. Empty if nothing is published for the compared methods.
+        come last. Empty if the record has no published results, and on text also if no compared method has one.
     """
     published = record.published
     if published is None:
@@ -100,51 +109,60 @@ class _ComparedSetting(NamedTuple):
     """A setting of the sweep and of the paper.
 
     Attributes:
-        name: title of the setting.
+        title: title of the setting.
         ours: value of the sweep; None if it is not recorded.
         theirs: value of the paper; None if it is not stated.
-        same: whether they are the same, in words, if the paper states its value.
+        is_same: whether they are the same; None if that is not verified.
+        note: what the table adds to the answer.
     """
 
-    name: str
+    title: str
     ours: object
     theirs: object
-    same: str
+    is_same: bool | None
+    note: str = ""
 
     def to_row(self) -> TableRow:
         """Return the row of the table."""
-        same = _OPEN if self.theirs is None else self.same
-        cells = [_value_cell(self.ours, NOT_RECORDED), _value_cell(self.theirs, _NOT_STATED), text_cell(same)]
-        return TableRow(self.name, cells)
+        answer = text_cell(_ANSWERS[self.is_same] + self.note)
+        return TableRow(
+            self.title, [_value_cell(self.ours, NOT_RECORDED), _value_cell(self.theirs, _NOT_STATED), answer]
+        )
 
 
 def _settings_table(record: SweepRecord, ours: PublishedSettings, theirs: PublishedSettings) -> Table:
-    """Return the table of the settings that the sweep records or the paper states."""
+    """Return the table of the settings that the sweep records or the paper states.
+
+    Args:
+        record: record of the sweep.
+        ours: settings of the sweep, in the form of a paper's.
+        theirs: settings of the paper.
+    """
+    # min_lr is the last learning rate, which says nothing if the schedules differ
+    is_compared = {key: key != "min_lr" or ours.schedule == theirs.schedule for key in _COMPARED}
     compared = [
         _compare_data(ours, theirs),
         _compare_tokenisers(ours, theirs),
         _compare_models(record, ours, theirs),
         _compare_parameters(ours, theirs),
         _compare_optimisers(ours, theirs),
-        *(_compare_equal(key, title, ours, theirs) for key, title in _COMPARED.items()),
+        *(_compare_equal(key, title, ours, theirs) for key, title in _COMPARED.items() if is_compared[key]),
     ]
-    if ours.schedule != theirs.schedule:  # the last learning rate of another schedule says nothing
-        compared = [setting for setting in compared if setting.name != _COMPARED["min_lr"]]
     rows = [setting.to_row() for setting in compared if setting.ours is not None or setting.theirs is not None]
     caption = "Settings that are the same and that differ; a setting that the paper does not state is not compared."
     return Table(caption, ["", "here", "published", "same?"], rows, is_text=True)
 
 
 def _compare_data(ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
-    """Compare the names of the data sets, which do not prove that the texts are equal."""
-    published_name = _plain_name(theirs.data or "")
-    if not ours.data:
-        same = _OPEN
-    elif published_name and _plain_name(PurePath(ours.data).name).startswith(published_name):
-        same = f"{_OPEN}: the same name"
-    else:
-        same = _NO
-    return _ComparedSetting("data", ours.data, theirs.data, same)
+    """Compare the names of the data sets: different names are different texts, equal ones need not be equal texts."""
+    is_same, note = None, ""
+    if ours.data and theirs.data is not None:
+        published_name = _plain_name(theirs.data)
+        if published_name and _plain_name(PurePath(ours.data).name).startswith(published_name):
+            note = ": the same name"
+        else:
+            is_same = False
+    return _ComparedSetting("data", ours.data, theirs.data, is_same, note)
 
 
 def _compare_tokenisers(ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
@@ -152,36 +170,46 @@ def _compare_tokenisers(ours: PublishedSettings, theirs: PublishedSettings) -> _
     our_size, their_size = (f"{size:,} types" if size else None for size in (ours.vocabulary, theirs.vocabulary))
     tokeniser = ", ".join(filter(None, (theirs.tokeniser, their_size)))
     is_other = _is_near(ours.vocabulary, theirs.vocabulary) is False
-    return _ComparedSetting("tokeniser", our_size, tokeniser or None, _NO if is_other else _OPEN)
+    return _ComparedSetting("tokeniser", our_size, tokeniser or None, False if is_other else None)
 
 
 def _compare_models(record: SweepRecord, ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
+    """Compare the architectures, unless further flags of the sweep may have changed the size of its model."""
     is_same = None
-    if theirs.arch is not None and not record.settings.extra:  # further flags may have changed the size
+    if theirs.model is not None and theirs.arch is not None and not record.settings.extra:
         is_same = full_arch_name(theirs.arch) == ours.model
-    return _ComparedSetting("layers, width, heads", _model_size(record, ours.model), theirs.model, _SAME[is_same])
+    return _ComparedSetting("layers, width, heads", _model_size(record, ours.model), theirs.model, is_same)
 
 
 def _compare_parameters(ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
+    """Compare the numbers of parameters, of which papers state rounded ones."""
     is_near = _is_near(ours.parameters, theirs.parameters)
-    same = f"{_YES}, within {_NEAR:.0%}" if is_near else _SAME[is_near]
-    return _ComparedSetting("parameters", ours.parameters, theirs.parameters, same)
+    note = f", within {_NEAR:.0%}" if is_near else ""
+    return _ComparedSetting("parameters", ours.parameters, theirs.parameters, is_near, note)
 
 
 def _compare_optimisers(ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
-    # different names prove nothing: a paper's plain "Adam" may or may not have a decoupled weight decay
-    same = _YES if ours.optimiser == theirs.optimiser else _OPEN
-    return _ComparedSetting("optimiser", ours.optimiser, theirs.optimiser, same)
+    """Compare the names of the optimisers.
+
+    Different names prove nothing: a paper's plain "Adam" may or may not have a decoupled weight decay.
+    """
+    is_same = True if _equal(ours.optimiser, theirs.optimiser) else None
+    return _ComparedSetting("optimiser", ours.optimiser, theirs.optimiser, is_same)
 
 
 def _compare_equal(key: str, title: str, ours: PublishedSettings, theirs: PublishedSettings) -> _ComparedSetting:
     """Compare the setting ``key``; it is the same if both values are equal."""
     our_value, their_value = getattr(ours, key), getattr(theirs, key)
     if key == "batch_sentences" and ours.context == "within documents" and our_value is not None:
-        # blocks of one document differ in length, so a batch is a number of tokens
-        return _ComparedSetting(title, f"tokens of {our_value} full sequences", their_value, _OPEN)
-    is_known = our_value is not None and their_value is not None
-    return _ComparedSetting(title, our_value, their_value, _SAME[our_value == their_value if is_known else None])
+        # Sequences end with their document, so they differ in length. A batch then has the tokens of so many sequences
+        # of the full length, and more sequences; that cannot be compared with a number of sequences.
+        return _ComparedSetting(title, f"tokens of {our_value} full sequences", their_value, None)
+    return _ComparedSetting(title, our_value, their_value, _equal(our_value, their_value))
+
+
+def _equal(ours: object, theirs: object) -> bool | None:
+    """Return whether two values are equal; None if one is unknown."""
+    return None if ours is None or theirs is None else ours == theirs
 
 
 def _is_near(ours: int | None, theirs: int | None) -> bool | None:
@@ -197,7 +225,7 @@ def _model_size(record: SweepRecord, arch: str | None) -> str | None:
 
 def _value_cell(value: object, missing: str) -> Cell:
     """Return the cell of a setting; ``missing`` is its text for None."""
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # share_embeddings, the only setting with yes or no
         return text_cell(TIED[value])
     if isinstance(value, (int, float)):
         return Cell(f"{value:,}" if isinstance(value, int) else f"{value:g}", value)
