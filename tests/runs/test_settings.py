@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 ASKED = TrainingConfig(rpe="alibi", out=Path("x"), data=Path("d"), device="cpu")
 OTHERS = {"min_lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.0, "clip_norm": 0.0, "attention_dropout": 0.1}
 OTHERS |= {"activation_dropout": 0.2, "activation_fn": "gelu", "share_embeddings": True}
+# any other number that a field may get
+OTHERS |= {
+    name: 2 * default
+    for name in OVERRIDABLE
+    if name not in OTHERS and isinstance(default := SETTINGS[name].default, float)
+}
 # run.json of a tiny model as it was written before there were these options
 BEFORE = {"rpe": "alibi", "arch": "transformer_rpe_lm_tiny", "data": "digest", "tokens": 64, "batch_sentences": 16}
 BEFORE |= {"lr": 0.002, "warmup": 80, "dropout": 0.0, "update_freq": 1, "nproc": 1, "seed": 1, "rpe_share": "auto"}
