@@ -107,7 +107,6 @@ class OptimizationSettings:
         schedule: learning rate after the warm-up.
         min_lr: last learning rate of a cosine schedule.
         betas: β1 and β2 of Adam.
-        adam_eps: ε of Adam.
         weight_decay: weight decay of Adam.
         clip_norm: largest norm of the gradient; 0 does not clip it.
         dropout: dropout of embeddings and sublayers.
@@ -157,9 +156,6 @@ class OptimizationSettings:
         default=(0.9, 0.98),
         default_words="0.9,0.98",
         title="betas",
-    )
-    adam_eps: Rate | None = setting(
-        "ε of Adam", "X", "--adam-eps", is_reserved=False, passes_default=False, default=1e-8, title="ε of Adam"
     )
     weight_decay: Decay | None = setting(
         "decoupled weight decay as in AdamW",
