@@ -14,8 +14,9 @@ be killed, so a candidate that is still compiling at the time limit keeps runnin
 compiler, and is not tried again in this process. A kernel that never ends or an illegal memory access breaks the whole
 CUDA context. Only another process could guard against these, which would need the GPU's memory a second time.
 
-Inside torch.compile, the capture of a CUDA graph or a backward pass (reentrant checkpoints run layers there) nothing is
-measured: the choice is used if there is one already, otherwise ``sdpa``.
+During the capture of a CUDA graph or a backward pass (reentrant checkpoints run layers there) nothing is measured: an
+earlier choice of this process is used if there is one, otherwise ``sdpa``. Code that torch.compile traces always uses
+``sdpa``, also after an earlier choice.
 
 Processes of a distributed training agree without a collective. A collective would wait for every rank, and ranks need
 not see the same signatures: the last batch of one rank may have padding where that of another has none, and a single

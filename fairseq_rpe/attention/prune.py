@@ -18,6 +18,9 @@ log-sum-exp of the nearest keys, computed exactly, block J has at most |J|·exp(
 denominator is at least exp(L_i). From the far end on, blocks are skipped as long as the sum of these shares stays at
 or below ``eps``. ``SLACK`` covers the rounding of float32 on both sides: of products of q and k, and of the sum of one
 with a bias, which is the coarser the larger the bias.
+
+Names in the code: ``offset`` is q_i·m/√D, ``norm`` |q_i|/√D, ``radius`` max_J |k_j - m|, ``lse`` L_i, ``low``
+q_i·m/√D - L_i, and ``tail`` ln|J| + max t.
 """
 
 import math
@@ -33,7 +36,9 @@ from fairseq_rpe.core.bias import ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 
 BLOCK = 256  # queries, and keys, of a block
-# allowances for rounding: in nats, relative to the largest score that the norms allow, and to each entry of the bias
+# Allowances for rounding: in nats, relative to the largest score that the norms allow, and to each entry of the bias.
+# They are round numbers above what float32 can lose, 2**-24 = 6e-8 per operation: a sum of D products loses at most D
+# times this of |q|·|k|, which 1e-5 exceeds up to D = 167.
 SLACK, SLACK_OF_SCORE, SLACK_OF_BIAS = 1e-3, 1e-5, 1e-6
 
 
@@ -58,7 +63,7 @@ def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout:
         dropout: probability of dropping an attention weight.
 
     Raises:
-        UserError: the plan shares rows among documents or has no bias of the distance, or this is training.
+        UserError: several documents share a row, the plan has no bias of the distance, or this is training.
     """
     check_eps(plan.prune)
     if plan.last_query is not None:
@@ -81,7 +86,7 @@ def pruned_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float)
         eps: largest share of a query's weights that may be skipped.
 
     Returns:
-        (B, H, n, D), apart from rounding within eps·(max v - min v) of the exact output in every component.
+        (B, H, n, D). Every component differs from the exact one by at most eps·(max v - min v), and by rounding.
     """
     n = q.shape[2]
     bias = ToeplitzBlocks(n, q, subtract_max(table))
@@ -91,7 +96,7 @@ def pruned_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float)
     for start in range(0, n, BLOCK):
         stop, near = min(start + BLOCK, n), max(0, start - BLOCK)  # keys near … stop-1 are always read
         rows, mask = slice(start, stop), bias.block(start, stop, slice(None))[None]  # (1, H, R, stop)
-        block_q = q[:, :, rows].flip(2)  # (B, H, R, D), the last query first, as in the mask
+        block_q = q[:, :, rows].flip(2)  # (B, H, R, D), the last query first: only so is the mask a view of a vector
         block_out, lse = _partial_attention(
             block_q, k[:, :, near:stop], v[:, :, near:stop], mask[..., near:], may_mask_past
         )  # (B, H, R, D), (B, H, R)
@@ -99,9 +104,9 @@ def pruned_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float)
             low = offset[:, :, rows] - lse.flip(2)
             first = first_kept_key(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
             # the retained far keys differ between heads, so each head has a separate call
-            for row, head in (first < near).nonzero().tolist():
-                query_idx = slice(row, row + 1), slice(head, head + 1)
-                far = slice(int(first[row, head]), near)
+            for sample, head in (first < near).nonzero().tolist():
+                query_idx = slice(sample, sample + 1), slice(head, head + 1)  # slices, so that block_out gives a view
+                far = slice(int(first[sample, head]), near)
                 key_idx = (*query_idx, far)
                 far_out, far_lse = _partial_attention(
                     block_q[query_idx], k[key_idx], v[key_idx], mask[:, head : head + 1, :, far], may_mask_past
@@ -112,7 +117,7 @@ def pruned_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float)
 
 
 def _merge_far_keys(near_out: Tensor, near_lse: Tensor, far_out: Tensor, far_lse: Tensor) -> None:
-    """Replace ``near_out`` (1, 1, R, D) by the output over near and far keys: their means weighted by exp(lse).
+    """Overwrite ``near_out`` (1, 1, R, D), a view, with the output over near and far keys: means weighted by exp(lse).
 
     A query that sees no key has -inf as both log-sum-exps and an output of 0.
     """
@@ -123,7 +128,8 @@ def _merge_far_keys(near_out: Tensor, near_lse: Tensor, far_out: Tensor, far_lse
 def _partial_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, may_mask_past: bool) -> tuple[Tensor, Tensor]:
     """Return output (B, H, R, D) and log-sum-exp (B, H, R) over some keys.
 
-    For a query that sees none of these keys the log-sum-exp is -inf; torch's kernel returns 0 there.
+    For a query that sees none of these keys the log-sum-exp is -inf; torch's kernel returns 0 there. There is none
+    unless ``may_mask_past``: the bias may be -inf for keys before the query.
     """
     out, lse = flash_attention(q, k, v, attn_mask=bias)
     if may_mask_past:
@@ -188,6 +194,9 @@ def first_kept_key(low: Tensor, norm: Tensor, radius: Tensor, tail: Tensor, bloc
         eps: largest share of a query's weights that may be skipped.
     """
     worst = (norm[..., None] * radius[:, :, None] + low[..., None]).amax(2)  # (B, H, J), over the block's queries
+    # key block 0, the farthest, is ``block`` blocks away; key block J - 1, the nearest here, block - J + 1 blocks
     count = radius.shape[2]
-    mass = worst + tail[:, block - count + 1 : block + 1].flip(1)  # (B, H, J), log of the share, the farthest first
-    return (mass.logcumsumexp(2) <= math.log(eps)).sum(2) * BLOCK
+    log_share = worst + tail[:, block - count + 1 : block + 1].flip(1)  # (B, H, J), the farthest first
+    # Sums of shares grow, so the blocks at or below eps are the first ones: their number is the first block kept.
+    # A query that sees no near key (log-sum-exp -inf) makes a share inf or nan, which is never below eps: it is kept.
+    return (log_share.logcumsumexp(2) <= math.log(eps)).sum(2) * BLOCK

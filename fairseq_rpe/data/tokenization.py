@@ -3,6 +3,13 @@
 Text is cut into words, and the ids of each different word are computed once. No tokenizer here has pieces across the
 end of a word, so the ids of a text are the concatenated ids of its words. For a sentencepiece model this is checked
 when it is loaded; the others cut words by definition.
+
+A symbol has three numbers, which have different names here:
+
+- its **id** counts the whole dictionary, fairseq's four special symbols first;
+- its **index** counts the dictionary without these four, so it is the id less ``_FIRST_ID``;
+- its **number** is that of the vocabulary from outside: the number of a sentencepiece piece is the index plus
+  ``_FIRST_PIECE``, and GPT-2's numbers are the decimal numbers that its dictionary consists of.
 """
 
 import io
@@ -22,19 +29,45 @@ from fairseq_rpe.utils.json_files import read_json
 MIN_VOCAB_SIZE = 300
 BYTES = 256  # the first symbols of a vocabulary are the bytes
 
-# sentencepiece counts its own <unk>, the dictionary counts four special symbols instead.
-_SPECIALS_BEYOND_PIECES = len(FAIRSEQ_SPECIALS) - 1
+BOS, EOS, UNK = (FAIRSEQ_SPECIALS.index(symbol) for symbol in ("<s>", "</s>", "<unk>"))
+_FIRST_ID = len(FAIRSEQ_SPECIALS)  # id of the first symbol that is not special
+_FIRST_PIECE = 1  # number of the first piece of sentencepiece: piece 0 is its own <unk>
+_SPECIALS_BEYOND_PIECES = _FIRST_ID - _FIRST_PIECE
+_REMEDY = "make it with fairseq-rpe prepare or prepare-stdlib"
 _SPACE = "▁"
 _BYTE_SYMBOL = re.compile(r"<0x([0-9A-F]{2})>")
+# Reserved text: it looks like a special symbol of fairseq or like a byte piece.
 _RESERVED = "<0x[0-9A-Fa-f]{2}>|</s>|<s>|<unk>|<pad>|madeupword[0-9]{4}"
-# Text that looks like a symbol of fairseq or a byte piece. The group makes re.split return it too.
-_RESERVED_RUN = re.compile(f"((?:{_RESERVED})+)")
+_RESERVED_RUN = re.compile(f"((?:{_RESERVED})+)")  # the group makes re.split return the reserved text too
 _RESERVED_STARTS = ("<0x", "</s>", "<s>", "<unk>", "<pad>", "madeupword")
-# Text that fairseq would cut at (white space; sentencepiece writes a space as ▁) or take for a special symbol,
-# characters that sentencepiece reserves (▁, ▅, byte pieces), and NUL, which its trainer refuses.
+# Unsafe text, which sentencepiece never gets: reserved text; white space that fairseq would cut at (a space is safe,
+# sentencepiece writes it as ▁); characters that sentencepiece reserves (▁, ▅); and NUL, which its trainer refuses.
 _UNSAFE = re.compile(rf"((?:[^\S ]|[\x00-\x1f▁▅]|{_RESERVED})+)")
 # The trainer skips sentences of more than 4192 bytes; a character has at most four.
 _TRAINER_CHARACTERS = 1000
+
+# Words of a sentencepiece model. Words may be of any length as long as no piece continues from one word into the next.
+# Short words recur more often, so more of them are found in the cache; the shortest kind that suits a model is used.
+# Most models have pieces within a run of letters, a run of other signs, or a digit, each with the spaces before it.
+# (` *+` keeps all spaces: to try fewer of them is useless, because what follows is no space.)
+_BPE_WORD = re.compile(r" *+(?:[^\W\d_]+|\d|(?:[^\w \n]|_)+)| +|\n")
+# The same for text in ASCII alone, which has pieces in ASCII alone: whatever the other pieces are, it has short words.
+_ASCII_BPE_WORD = re.compile(r" *+(?:[A-Za-z]+|[0-9]|[^A-Za-z0-9 \n]+)| +|\n")
+# Scripts that write vowels as marks have pieces of letters and marks, but no piece continues after a space.
+_LONG_BPE_WORD = re.compile(r" *[^ \n]+| +|\n")
+
+# GPT-2's words, except that a newline is a word of its own: every line is cut as if it were the whole text.
+GPT2_WORD = regex.compile(
+    r"""\n|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"""
+)
+# Names of the files in a prepared corpus, and the names under which they are published.
+_GPT2_FILE_NAMES = {"vocab.json": ("vocab.json", "encoder.json"), "merges.txt": ("merges.txt", "vocab.bpe")}
+_GPT2_ADDED = ("madeupword0000", "madeupword0001", "madeupword0002", "<mask>")
+_GPT2_NEWLINE = "\u010a"  # a newline in GPT-2's vocabulary
+
+_UINT16_BELOW = 65500  # dictionaries of fewer symbols have 16-bit ids, as in fairseq's best_fitting_int_dtype
+_CACHED_WORDS = 1 << 18
+_CACHED_LENGTH = 64  # characters of a cached word
 
 
 def symbol_bytes(symbol: str) -> bytes:
@@ -55,8 +88,8 @@ def split_reserved(text: str) -> list[str]:
 class Tokenizer:
     """Byte-exact sentencepiece BPE.
 
-    Text that cannot be a dictionary symbol (tabs and other white space, ``▁``, ``</s>``, ...) is encoded in byte pieces
-    ``<0xNN>`` and never passed to sentencepiece.
+    Text that must not be read as a dictionary symbol (``</s>``, ...) or that fairseq or sentencepiece would change
+    (tabs, ``▁``, ...) is encoded in byte pieces ``<0xNN>``. It is never passed to sentencepiece.
 
     Args:
         model: Serialised sentencepiece model of :func:`train_tokenizer`.
@@ -72,16 +105,16 @@ class Tokenizer:
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError:
-            raise UserError("the tokenizer is not a sentencepiece model: make it with prepare-stdlib") from None
-        # Piece 0 is the <unk> of sentencepiece.
-        self.symbols: list[str] = [self._pieces.id_to_piece(i) for i in range(1, self._pieces.vocab_size())]
+            raise UserError(f"the tokenizer is not a sentencepiece model: {_REMEDY}") from None
+        numbers = range(_FIRST_PIECE, self._pieces.vocab_size())
+        self.symbols: list[str] = [self._pieces.id_to_piece(number) for number in numbers]
         table = [symbol_bytes(symbol) for symbol in self.symbols]
         unsafe = [s for s in self.symbols[BYTES:] if _UNSAFE.search(s.replace(_SPACE, " "))]
         sample = "  def  f(x):  "
         exact = table[:BYTES] == [bytes([number]) for number in range(BYTES)]
         if unsafe or not exact or b"".join(table[index] for index in self.encode(sample)) != sample.encode():
             problem = f"has the piece {unsafe[0]!r}" if exact and unsafe else "does not keep every byte"
-            raise UserError(f"the sentencepiece model {problem}: make the tokenizer with prepare-stdlib")
+            raise UserError(f"the sentencepiece model {problem}: {_REMEDY}")
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -89,7 +122,7 @@ class Tokenizer:
         try:
             return cls(path.read_bytes())
         except FileNotFoundError:
-            raise UserError(f"{path} does not exist: make it with prepare-stdlib") from None
+            raise UserError(f"{path} does not exist: {_REMEDY}") from None
 
     def encode(self, text: str) -> list[int]:
         """Return the indices in ``symbols`` of the symbols of a text.
@@ -102,7 +135,10 @@ class Tokenizer:
         indices: list[int] = []
         # re.split with a group alternates: safe, unsafe, safe, ...
         for i, segment in enumerate(_UNSAFE.split(text)):
-            indices += segment.encode() if i % 2 else (j - 1 for j in self._pieces.encode(segment, out_type=int))
+            if i % 2:
+                indices += segment.encode()  # a byte is its own index: the first 256 symbols are the bytes
+            else:
+                indices += (number - _FIRST_PIECE for number in self._pieces.encode(segment, out_type=int))
         return indices
 
 
@@ -166,13 +202,6 @@ def _training_error(message: str, vocab_size: int) -> str:
     return f"sentencepiece cannot learn from the train split ({message.strip()}): give more text"
 
 
-# GPT-2's pattern, except that a newline is a word of its own: every line is cut as if it were the whole text.
-PATTERN = regex.compile(r"""\n|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+""")
-_GPT2_FILE_NAMES = {"vocab.json": ("vocab.json", "encoder.json"), "merges.txt": ("merges.txt", "vocab.bpe")}
-_ADDED = ("madeupword0000", "madeupword0001", "madeupword0002", "<mask>")
-_NEWLINE = "\u010a"  # a newline in GPT-2's vocabulary
-
-
 def find_gpt2_files(folder: Path) -> dict[str, Path]:
     """Find the files of a GPT-2 vocabulary.
 
@@ -196,15 +225,17 @@ def find_gpt2_files(folder: Path) -> dict[str, Path]:
 
 
 def dictionary_symbols(folder: Path) -> list[str]:
-    """Return the dictionary of a GPT-2 vocabulary, in the order of its ids, without fairseq's four special symbols.
+    """Return the default dictionary of a GPT-2 vocabulary, without fairseq's four special symbols.
 
-    The symbols are GPT-2's ids as decimal numbers, three ``madeupword`` and ``<mask>``: with the special symbols,
-    GPT-2's 50,257 types become the 50,265 of fairseq's models. A ``dict.txt`` in the folder replaces this order.
+    The symbols are GPT-2's numbers, in decimal and ascending, then three ``madeupword`` and ``<mask>``: with the
+    special symbols, GPT-2's 50,257 types become the 50,265 of fairseq's models. A vocabulary with its own ``dict.txt``
+    keeps that file instead, and this function is not called.
     """
-    return [*map(str, sorted(_read_gpt2_vocabulary(folder).values())), *_ADDED]
+    return [*map(str, sorted(_read_gpt2_vocabulary(folder).values())), *_GPT2_ADDED]
 
 
 def _read_gpt2_vocabulary(folder: Path) -> dict[str, int]:
+    """Return GPT-2's numbers by symbol; raise UserError if the file is damaged or ``tokenizers`` is not installed."""
     try:
         from tokenizers.pre_tokenizers import ByteLevel
     except ImportError:
@@ -223,9 +254,10 @@ class Gpt2Bpe(NamedTuple):
     """GPT-2's byte-level BPE over a fairseq dictionary.
 
     Attributes:
-        spell: Returns the ids of a word, as :data:`PATTERN` finds it. Raises UserError if merges and vocabulary do not
-            match.
-        decode: Returns the bytes of ids.
+        spell: Returns the ids of a word, as :data:`GPT2_WORD` finds it. Raises UserError if merges and vocabulary do
+            not match.
+        decode: Returns the bytes of ids: ``</s>`` is a newline, and other symbols that are not GPT-2's have no bytes.
+            Bytes that are not valid UTF-8, such as a character without its end, become U+FFFD.
     """
 
     spell: Callable[[str], list[int]]
@@ -237,27 +269,27 @@ def load_gpt2(folder: Path, symbols: Sequence[str]) -> Gpt2Bpe:
 
     Args:
         folder: Folder of the vocabulary.
-        symbols: Symbols of the dictionary; GPT-2's ids are decimal numbers among them.
+        symbols: Symbols of the dictionary by id; GPT-2's numbers are decimal numbers among them.
 
     Raises:
         UserError: The vocabulary is damaged or does not match the dictionary, or the package is missing.
     """
     vocabulary = _read_gpt2_vocabulary(folder)
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
     symbol_ids = {symbol: i for i, symbol in enumerate(symbols)}
     lacking = [number for number in vocabulary.values() if str(number) not in symbol_ids]
     if lacking:
         raise UserError(f"{folder}/dict.txt does not match its vocab.json: it has no {lacking[0]}")
     try:
-        tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+        tokenizer = tokenizers.Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     except Exception as error:  # the library has no error classes of its own
         raise UserError(f"{folder}/merges.txt does not fit its vocab.json ({error}): get both again") from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # From GPT-2's ids to ids of the dictionary, and back.
     dictionary_ids = {number: symbol_ids[str(number)] for number in vocabulary.values()}
-    gpt2_ids = {i: number for number, i in dictionary_ids.items()} | {symbol_ids["</s>"]: vocabulary[_NEWLINE]}
+    gpt2_numbers = {i: number for number, i in dictionary_ids.items()} | {symbol_ids["</s>"]: vocabulary[_GPT2_NEWLINE]}
 
     def spell(word: str) -> list[int]:
         numbers = tokenizer.encode(word).ids
@@ -267,31 +299,19 @@ def load_gpt2(folder: Path, symbols: Sequence[str]) -> Gpt2Bpe:
         return [dictionary_ids[number] for number in numbers]
 
     def decode(ids: Sequence[int]) -> bytes:
-        return tokenizer.decode([gpt2_ids[i] for i in ids if i in gpt2_ids]).encode()
+        return tokenizer.decode([gpt2_numbers[i] for i in ids if i in gpt2_numbers]).encode()
 
     return Gpt2Bpe(spell, decode)
-
-
-BOS, EOS, UNK = (FAIRSEQ_SPECIALS.index(symbol) for symbol in ("<s>", "</s>", "<unk>"))
-_UINT16_BELOW = 65500  # symbols; as fairseq's best_fitting_int_dtype
-
-# Most BPE pieces lie within a run of letters, a run of other signs, or a digit, each with the spaces before it.
-# Scripts that write vowels as marks have longer pieces, but no piece continues after a space.
-_LONG_BPE_WORD = re.compile(r" *[^ \n]+| +|\n")
-_BPE_WORD = re.compile(r" *+(?:[^\W\d_]+|\d|(?:[^\w \n]|_)+)| +|\n")
-_ASCII_BPE_WORD = re.compile(r" *+(?:[A-Za-z]+|[0-9]|[^A-Za-z0-9 \n]+)| +|\n")
-
-_CACHED_WORDS = 1 << 18
-_CACHED_LENGTH = 64  # characters of a cached word
 
 
 class Encoder(dict[str, bytes]):
     """Encodes text; a newline becomes fairseq's end-of-line symbol.
 
-    The dictionary itself is a cache from words to their ids as bytes, with at most ``_CACHED_WORDS`` words.
+    An encoder is a ``dict`` so that a look-up of a known word runs no Python code. It is a cache from words to
+    their ids as bytes, with at most ``_CACHED_WORDS`` words.
 
     Args:
-        types: Number of symbols of the dictionary, which decides the dtype.
+        types: Number of symbols of fairseq's dictionary, which decides the dtype.
         find: Cuts a text into words; a newline is a word.
         spell: Returns the ids of a word.
 
@@ -331,7 +351,7 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
     if kind == "words":
         return _words_encoder(symbols)
     if kind == "gpt2":
-        return Encoder(len(symbols), PATTERN.findall, load_gpt2(folder, symbols).spell)
+        return Encoder(len(symbols), GPT2_WORD.findall, load_gpt2(folder, symbols).spell)
     return _bpe_encoder(folder, symbols)
 
 
@@ -342,19 +362,21 @@ def _words_encoder(symbols: Sequence[str]) -> Encoder:
 
 
 def _bpe_encoder(folder: Path, symbols: Sequence[str]) -> Encoder:
-    """Load the encoder of a sentencepiece model, after checking that no piece joins two words."""
+    """Load the encoder of a sentencepiece model, after checking that no piece continues from one word into the next."""
     tokenizer = Tokenizer.load(folder / "spm.model")
     if [*FAIRSEQ_SPECIALS, *tokenizer.symbols] != symbols:
         raise UserError(f"{folder}/dict.txt is not of the same corpus as its spm.model: take both from one folder")
-    plain = [symbol.replace("▁", " ") for symbol in tokenizer.symbols[BYTES:]]
+    plain = [symbol.replace(_SPACE, " ") for symbol in tokenizer.symbols[BYTES:]]
     find = _word_pattern(plain, _BPE_WORD, _LONG_BPE_WORD)
     find_ascii = _word_pattern([piece for piece in plain if piece.isascii()], _ASCII_BPE_WORD, _LONG_BPE_WORD)
     if find is None or find_ascii is None:
-        raise UserError(f"{folder}/spm.model has pieces across words: make it with fairseq-rpe prepare")
+        raise UserError(f"{folder}/spm.model has pieces across words: {_REMEDY}")
     table = [symbol_bytes(symbol) for symbol in tokenizer.symbols]
 
     def find_words(text: str) -> list[str]:
         findall = (find_ascii if text.isascii() else find).findall
+        # Reserved text is kept whole: a pattern would cut </s> into </, s and >, and Tokenizer.encode, which sees a
+        # single word, would find nothing reserved in these.
         segments = split_reserved(text)
         if len(segments) == 1:
             return findall(text)
@@ -365,13 +387,17 @@ def _bpe_encoder(folder: Path, symbols: Sequence[str]) -> Encoder:
         indices = tokenizer.encode(word)
         if b"".join(map(table.__getitem__, indices)) != word.encode():
             raise UserError(f"the tokenizer changes {word[:40]!r}: use the sentencepiece that this project pins")
-        return [i + len(FAIRSEQ_SPECIALS) for i in indices]
+        return [index + _FIRST_ID for index in indices]
 
     return Encoder(len(symbols), find_words, spell)
 
 
 def _word_pattern(pieces: Sequence[str], *patterns: re.Pattern[str]) -> re.Pattern[str] | None:
-    """Return the first pattern for which every piece is a single word, so that no piece joins two words."""
+    """Return the first pattern for which every piece is a single word, or None.
+
+    With such a pattern no piece continues from one word of a text into the next: where two words meet, a space begins
+    or the kind of sign changes (digits meet each other), and a match of the pattern does not contain such a place.
+    """
     return next((pattern for pattern in patterns if all(map(pattern.fullmatch, pieces))), None)
 
 

@@ -183,6 +183,7 @@ def format_short(value: float) -> str:
 
 
 def _values(values_at: Mapping[float, float], xs: Sequence[float], continuous: bool) -> list[float]:
+    """Return the values of a method at ``xs``, NaN for missing ones; ``continuous`` interpolates between its own x."""
     if not continuous or not values_at:
         return [values_at.get(x, np.nan) for x in xs]
     own_xs = sorted(values_at)
@@ -200,7 +201,8 @@ def draw_needle_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[s
         The figure.
     """
     cells = [(task, method, grid) for task, methods in grids.items() for method, grid in methods.items()]
-    columns = panel_columns(len(cells), 2 if len(cells) == 4 else _MAX_COLUMNS, 1.6)
+    # four maps as 2 × 2
+    columns = panel_columns(len(cells), 2 if len(cells) == 4 else _MAX_COLUMNS, narrowest=1.6)
     lines = math.ceil(len(cells) / columns)
     most_depths = max(len({depth for _, depth in grid}) for *_, grid in cells)
     size = (figure_width(columns), 0.7 + lines * (0.55 + 0.15 * max(most_depths, 6)))
@@ -218,7 +220,7 @@ def draw_needle_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[s
     bar.set_label("exact match (%)", fontsize=NAME)
     bar.ax.tick_params(labelsize=TICK)
     figure.supxlabel("length (tokens); dashed: the training length", fontsize=NAME)
-    figure.supylabel("depth of what is asked for", fontsize=NAME)
+    figure.supylabel("depth of the needle", fontsize=NAME)
     return figure
 
 

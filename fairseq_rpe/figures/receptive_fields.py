@@ -400,7 +400,7 @@ def _per_head(models: Sequence[AttentionMass], lines: Callable[[Tensor], HeadLin
     """
     chosen = spread_indices(min(model.mass.shape[1] for model in models))
     # four heads as 2 × 2, fewer side by side
-    columns = panel_columns(len(chosen), 2 if len(chosen) > 3 else 3, _NARROWEST_LINES)
+    columns = panel_columns(len(chosen), 2 if len(chosen) > 3 else 3, narrowest=_NARROWEST_LINES)
     rows = math.ceil(len(chosen) / columns)
     size = (PAGE if rows == 1 else 6.0, 1.2 + 2.2 * rows)
     figure, all_axes = panels(rows, columns, size, sharex=True, sharey=True)
@@ -444,7 +444,7 @@ def _head_maps(
         flip: let x decrease to the right.
     """
     chosen = spread_indices(min(model.mass.shape[1] for model in models))
-    columns = panel_columns(len(chosen), 2, _NARROWEST_MAP)
+    columns = panel_columns(len(chosen), 2, narrowest=_NARROWEST_MAP)
     figure, all_axes = map_panels(math.ceil(len(chosen) / columns), columns, len(models))
     lines_by_label = {model.label: lines(model.mass) for model in models}
     for axes, head in zip(all_axes, chosen, strict=False):

@@ -68,7 +68,7 @@ def draw_model_timing(timings: Sequence[Timing], about: str) -> Figure:
     several = len({t.backend for t in timings}) > 1
     names = {(t.encoding, t.backend): f"{t.encoding}, {t.backend}" if several else t.encoding for t in timings}
     looks = assign_looks(list(dict.fromkeys(t.encoding for t in timings)))
-    columns = panel_columns(len(lengths), 3, 2.1)
+    columns = panel_columns(len(lengths), 3, narrowest=2.1)
     rows = math.ceil(len(lengths) / columns)
     figure, all_axes = panels(
         rows, columns, (figure_width(columns), 1.0 + rows * (0.5 + 0.27 * len(names))), sharey=True
@@ -105,7 +105,7 @@ def draw_side_by_side(
     styles = {name: BACKEND_STYLES[number % len(BACKEND_STYLES)] for number, name in enumerate(backends)}
     curves = [points for panel in rows.values() for lines in panel.values() for points in lines.values()]
     lengths = sorted({n for points in curves for n, _ in points})
-    columns = panel_columns(len(keys), _MAX_COLUMNS, 1.3)
+    columns = panel_columns(len(keys), _MAX_COLUMNS, narrowest=1.3)
     lines_per_row = math.ceil(len(keys) / columns)
     width = max(COLUMN, min(PAGE, 1.0 + 1.4 * columns))
     size = width, 1.0 + 1.6 * lines_per_row * len(rows)

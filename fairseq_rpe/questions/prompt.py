@@ -1,4 +1,7 @@
-"""The prompt of a question (prompt, truncated document, cue) and whether all questions fit into a length."""
+"""What a model reads of a question: prompt, truncated document and cue, and whether all questions fit into a length.
+
+``prompt`` is the text before the document. Where a limit of a prompt is meant, it holds for all three texts together.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -30,7 +33,7 @@ def check_truncate(truncate: str) -> None:
 
 
 def token_budget(length: int, answer_tokens: int, set_name: str) -> int:
-    """Return the tokens that a prompt may have.
+    """Return the tokens that prompt, document and cue may have together.
 
     Args:
         length: Most tokens of prompt and answer together.
@@ -87,7 +90,7 @@ def build_prompt(
 
 
 def check_token_budget(tokens: int, budget: int, question_id: str, set_name: str = "") -> int:
-    """Return the tokens that a budget leaves for a document.
+    """Check that prompt and cue fit into a budget, and return the tokens that it leaves for the document.
 
     Args:
         tokens: Tokens of prompt and cue.
@@ -127,12 +130,12 @@ class _LongestPrompts:
     """The questions of a set that need the most tokens.
 
     Attributes:
-        fixed: The question with the longest prompt and cue.
+        longest_fixed: The question with the longest prompt and cue.
         with_choice: The question with the longest prompt, cue and choice.
         without_choices: Id of the first question that has no choices.
     """
 
-    fixed: _PromptSize = _PromptSize("")
+    longest_fixed: _PromptSize = _PromptSize("")
     with_choice: _PromptSize = _PromptSize("")
     without_choices: str | None = None
 
@@ -162,7 +165,7 @@ def check_lengths(
         if split not in info.splits:
             continue
         budgets = [token_budget(length, info.answer_tokens, name) for length in lengths]
-        longest = info.splits[split].longest  # with the document; 0 if it is not recorded
+        longest = info.splits[split].longest  # tokens of prompt, document and cue; 0 if not recorded
         if not compare_choices and longest and all(longest <= budget for budget in budgets):
             continue
         prompts = _longest_prompts(folder.folder, split, _file_stamps(folder.folder, split))[name]
@@ -170,10 +173,10 @@ def check_lengths(
             remedy = "use --answer-mode generation, in a recipe question_config.answer_mode"
             raise UserError(f"question '{prompts.without_choices}' of {name} has no choices to compare: {remedy}")
         for length, budget in zip(lengths, budgets, strict=True):
-            check_token_budget(prompts.fixed.fixed, budget, prompts.fixed.question_id, name)
+            check_token_budget(prompts.longest_fixed.fixed, budget, prompts.longest_fixed.question_id, name)
             if compare_choices:
                 size = prompts.with_choice
-                # The last token of a choice is predicted, not read.
+                # 1 for the end symbol, which is scored after each choice; there is no start symbol
                 check_token_budget(size.fixed, length - 1 - size.choice, size.question_id, name)
 
 
@@ -193,8 +196,8 @@ def _longest_prompts(folder: Path, split: str, _: tuple[int, ...]) -> dict[str, 
         longest = by_set.setdefault(row.set, _LongestPrompts())
         fixed, _document = rows.lengths(row)
         size = _PromptSize(row.id, fixed, max((int(rows.sizes[item]) for item in row.choices), default=0))
-        if size.fixed > longest.fixed.fixed:
-            longest.fixed = size
+        if size.fixed > longest.longest_fixed.fixed:
+            longest.longest_fixed = size
         if size.fixed + size.choice > longest.with_choice.fixed + longest.with_choice.choice:
             longest.with_choice = size
         if not row.choices and longest.without_choices is None:

@@ -22,7 +22,8 @@ def check_delta(folder: SweepFolder, delta: float | None) -> SweepRecord:
 
     Args:
         folder: folder of the sweep.
-        delta: δ of Definition 0.1, above 0; None if the user has not chosen it.
+        delta: δ of Definition 0.1, above 0: a model extrapolates if its perplexity at longer texts deviates relatively
+            by less than δ. None if the user has not chosen it.
 
     Returns:
         The record.
@@ -54,12 +55,15 @@ def write_report(
     Raises:
         UserError: :func:`check_delta` refuses the sweep, or none of its runs is finished.
     """
+    # a record of an earlier version lacks titles and published settings, which its recipe has
     record = published_comparison.upgrade_record(check_delta(folder, delta))
     results, files, runs = load_results(folder, record), ReportFiles(folder, record), training.load_runs(folder, record)
     kind, limit = sweep_kind(record.kind), DELTA if delta is None else delta
     build_content, extra_tables = kind.report_builder(folder, record, runs, results, limit)
+    # build_content draws the figures, too; extra_tables has the texts of the paths in files.extra_tables, by file name
     content = build_content()
     section = _assemble_section(folder, record, runs, content, len(results.results), files)
+    # a report without its Markdown file counts as unfinished, so this file is written when all others are there
     with files.write_markdown_last(content.markdown):
         write_figures(files, content, build_content, width)
         write_tables(files, content, results, extra_tables, latex)
@@ -117,7 +121,7 @@ def write_tables(
         files: paths of the report.
         content: its content.
         results: results for the CSV files.
-        extra_tables: texts of ``files.extra_tables``, by name.
+        extra_tables: text of each path in ``files.extra_tables``, by the name of the file.
         latex: whether to write the tables of ``content`` as LaTeX.
     """
     if latex:

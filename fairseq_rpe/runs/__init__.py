@@ -1,1 +1,1 @@
-"""One training run: what is asked, how it is started and resumed, what its folder holds."""
+"""One training run: its configuration, how it is started and resumed, and the files in its folder."""

@@ -39,7 +39,8 @@ class Sweep:
         recipe_name: name or path of the recipe on the command line, None without one.
         recipe: contents of the recipe, None without one.
         preset: sizes and settings of the recipe that are used, None without a recipe.
-        preparation: words after ``fairseq-rpe`` that prepare ``data``; empty if the folder is the user's.
+        preparation: words after ``fairseq-rpe`` of the command that prepares ``data`` from the recipe's corpus; empty
+            without such a corpus, and if the user names a folder that exists.
         prerequisites: methods that others continue and that are not compared themselves.
         evaluate: further texts of the evaluation, by name.
         prepared: names of the texts in ``evaluate`` that ``prepare-corpus`` makes.
@@ -68,16 +69,22 @@ class Sweep:
 
     @property
     def trained(self) -> tuple[Method, ...]:
-        """All methods that are trained. Methods that continue others come last, so that these are trained before."""
+        """All methods that are trained. Methods that continue others come last, after what they continue."""
         return tuple(sorted((*self.prerequisites, *self.methods), key=lambda method: method.continues is not None))
 
     def preparation_of_text(self, name: str) -> tuple[str, ...]:
-        """Return the words after ``fairseq-rpe`` that prepare ``evaluate[name]`` with the vocabulary of ``data``."""
+        """Return the words after ``fairseq-rpe`` that prepare ``evaluate[name]`` with the vocabulary of ``data``.
+
+        If nothing is known about the text, SOURCE stands for files that the user has to name.
+        """
         command = ("prepare-corpus", name) if name in CORPORA else ("prepare", "SOURCE")
         return (*command, "--out", str(self.evaluate[name]), "--vocab-from", str(self.data))
 
     def preparation_of_questions(self, name: str) -> tuple[str, ...]:
-        """Return the words after ``fairseq-rpe`` that prepare ``questions[name]`` with the vocabulary of ``data``."""
+        """Return the words after ``fairseq-rpe`` that prepare ``questions[name]`` with the vocabulary of ``data``.
+
+        If the recipe has no command, NAME stands for sets that the user has to name.
+        """
         folder = self.questions[name]
         command = folder.prepare or ("prepare-questions", "NAME")
         return (*command, "--out", folder.data, "--vocab-from", str(self.data))
@@ -85,11 +92,14 @@ class Sweep:
 
 @dataclass
 class Draft:
-    """Options of a sweep that a recipe may fill; None and empty ones are open. See :class:`Sweep`."""
+    """Options of a sweep that a recipe may fill; None and empty ones are open. See :class:`Sweep`.
+
+    ``max_tokens`` is here only for kinds that refuse it.
+    """
 
     kind: SweepKind
     max_tokens: int | None
-    base: TrainingConfig
+    base_config: TrainingConfig
     data: Path | None
     algorithms: tuple[str, ...] | None
     lengths: tuple[int, ...] | None
@@ -137,7 +147,7 @@ def build_sweep(
         max_tokens: largest batch of the evaluation in tokens.
         seeds: seeds with which each method is trained; 1 alone if None.
         jobs: concurrent runs on this machine.
-        eval_data: names and folders of further texts; in a recipe about answers, of questions.
+        eval_data: names and folders of further texts; in a recipe of kind ``answers``, of questions.
 
     Returns:
         The sweep with every option resolved; its folders are not read.
@@ -156,8 +166,15 @@ def build_sweep(
     elif preset is not None:
         raise UserError(f"--preset {preset} belongs to a recipe: drop it, or name the recipe with --recipe")
     else:
-        transforms = (base.positions_train or IDENTITY, base.positions_eval)
-        draft.methods = [Method(spec, spec, *transforms) for spec in encodings or ()]
+        draft.methods = [
+            Method(
+                name=spec,
+                rpe=spec,
+                positions_train=base.positions_train or IDENTITY,
+                positions_eval=base.positions_eval,
+            )
+            for spec in encodings or ()
+        ]
     _check_draft(draft)
     split = split or draft.kind.default_split
     tasks = () if draft.algorithms is None else _tasks(draft.algorithms, split, max_tokens)
@@ -174,7 +191,7 @@ def build_sweep(
         max_tokens=max_tokens,
         jobs=jobs,
         # the methods have the positions, and a sweep follows its runs by their JSON logs
-        base_config=replace(draft.base, positions_train=None, positions_eval=None, log_format="json"),
+        base_config=replace(draft.base_config, positions_train=None, positions_eval=None, log_format="json"),
         kind=draft.kind,
         recipe_name=recipe,
         recipe=draft.recipe,
@@ -188,8 +205,12 @@ def build_sweep(
 
 
 def _apply_recipe(draft: Draft, recipe_name: str, preset_name: str, method_names: tuple[str, ...] | None) -> None:
-    """Fill the open options of a draft from a recipe."""
-    if draft.base.positions_train or draft.base.positions_eval:
+    """Fill the open options of a draft from a recipe.
+
+    The order matters: ``fill_draft`` reads what is filled before it, and takes ``--eval-data`` as questions if the kind
+    asks questions, so the texts of the preset come after it. Methods need the training length.
+    """
+    if draft.base_config.positions_train or draft.base_config.positions_eval:
         raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
     draft.recipe = recipe = recipes.load(recipe_name)
     draft.kind = sweep_kind(recipe.kind)
@@ -198,8 +219,10 @@ def _apply_recipe(draft: Draft, recipe_name: str, preset_name: str, method_names
     _apply_data(draft, recipe, preset)
     draft.lengths, draft.seeds = draft.lengths or preset.lengths, draft.seeds or preset.seeds
     draft.out = draft.out or Path("runs") / f"{recipe.name}-{preset_name}"
-    draft.base = preset.fill_config(draft.base)
-    train_tokens = draft.base.tokens or defaults_for(draft.base.arch or "tiny", preset.algorithms is not None).tokens
+    draft.base_config = preset.fill_config(draft.base_config)
+    train_tokens = (
+        draft.base_config.tokens or defaults_for(draft.base_config.arch or "tiny", preset.algorithms is not None).tokens
+    )
     draft.kind.fill_draft(draft, preset, train_tokens)
     draft.evaluate = {**{name: Path(path) for name, path in preset.evaluate.items()}, **draft.evaluate}
     _check_names({**draft.evaluate, **draft.questions})
@@ -214,9 +237,9 @@ def _apply_data(draft: Draft, recipe: Recipe, preset: Preset) -> None:
     if draft.algorithms is None:
         draft.algorithms = preset.algorithms
     if draft.data is None and preset.data is not None:
-        draft.data = Path(preset.data)
+        draft.data = Path(preset.data)  # the recipe's folder, whether it exists or not
         draft.preparation = preset.preparation(draft.data)
-    elif draft.data is not None and not draft.data.is_dir():
+    elif draft.data is not None and not draft.data.is_dir():  # the user's, to be made
         draft.preparation = preset.preparation(draft.data)
 
 
@@ -242,8 +265,9 @@ def _by_name(eval_data: Sequence[tuple[str, Path]]) -> dict[str, Path]:
     return paths
 
 
-def _check_names(evaluate: Iterable[str]) -> None:
-    for name in evaluate:
+def _check_names(names: Iterable[str]) -> None:
+    """Raise UserError if a text or folder of questions has a name that does not suit file names."""
+    for name in names:
         if not _NAME.fullmatch(name):
             raise UserError(f"--eval-data {name}: a text is named with letters, digits and . _ - alone, e.g. arxiv")
 

@@ -20,7 +20,7 @@ _PROBE = (
 
 @functools.cache
 def gpu_names() -> tuple[str, ...]:
-    """Return the names of the GPUs that torch sees.
+    """Return the product names of the GPUs that torch sees.
 
     A child process queries torch once, so that this process, which may wait for hours, creates no CUDA context.
 
@@ -45,17 +45,18 @@ def visible_gpus(device: str, nproc: int) -> list[str]:
         nproc: Processes of a run, each on one GPU.
 
     Returns:
-        The names of the GPUs in CUDA_VISIBLE_DEVICES (numbers or UUIDs); none for cpu.
+        The identifiers of the GPUs in CUDA_VISIBLE_DEVICES (numbers or UUIDs). None for cpu, or if ``device`` is auto
+        and there is no GPU: the processes then run on the CPU.
 
     Raises:
-        UserError: ``device`` is cuda and there is no GPU, or there are fewer than ``nproc``.
+        UserError: ``device`` is cuda and there is no GPU, or there are GPUs but fewer than ``nproc``.
     """
     count = len(gpu_names()) if device != "cpu" else 0
     _require_gpu(device, count > 0)
     if 0 < count < nproc:
         raise UserError(f"--nproc {nproc}: there are {count} GPUs here: use at most that many, or --device cpu")
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return names[:count] or [str(number) for number in range(count)]
+    identifiers = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return identifiers[:count] or [str(number) for number in range(count)]
 
 
 def resolve_device(device: str) -> str:

@@ -250,8 +250,8 @@ def test_several_sweeps_on_one_page(tmp_path, capsys):
         path.write_text(before := path.read_text() or "<!DOCTYPE html>")
         error = error_of(capsys, "report", *folders, "--out", path)
         assert f"{path.name} is not a page of this command" in error and path.read_text() == before
-    for name in ("report.html", "results.md", "ppl.pdf"):
-        error = error_of(capsys, "report", *folders, "--out", tmp_path / "two" / name)
+    for name in ("report.html", "results.md", "ppl.pdf", "results.tex"):
+        error = error_of(capsys, "report", *folders, "--latex", "--out", tmp_path / "two" / name)
         assert "is a file of the report on" in error
     assert not (tmp_path / "one/report.html").exists()
     for _ in range(2):  # its own page is replaced

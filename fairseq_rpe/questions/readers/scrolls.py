@@ -5,7 +5,8 @@ A row has one input and one reference answer; an example with several reference 
     {"id": "q1", "pid": "q1_0", "input": "Who sings?\n\nIn the hall Ann sings.", "output": "Ann"}
     {"id": "q1", "pid": "q1_1", "input": "Who sings?\n\nIn the hall Ann sings.", "output": "It is Ann."}
 
-With options (QuALITY) they are between the question and the document, each at the beginning of a line::
+With options (QuALITY) they are between the question and the document, each on a new line, after optional
+white space::
 
     "Who sings?\n\n (A) Ann\n (B) Bob\n (C) Cid\n (D) Dot\n\nIn the hall Ann sings."
 """
@@ -43,7 +44,8 @@ def read_scrolls(files: Sequence[SourceFile], spec: ReaderSpec) -> Iterator[Exam
 
     Args:
         files: Files of one split.
-        spec: Fields of the set. The other attributes are not used: rows are JSON lines or parquet, without labels.
+        spec: Fields of the set. The other attributes are not used: rows are JSON lines or parquet, and
+            their answers are texts, not numbers of classes.
 
     Yields:
         Examples in the order of the first row of each id.
