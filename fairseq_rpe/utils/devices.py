@@ -45,7 +45,7 @@ def visible_gpus(device: str, nproc: int) -> list[str]:
         nproc: Processes of a run, each on one GPU.
 
     Returns:
-        The identifiers of the GPUs in CUDA_VISIBLE_DEVICES (numbers or UUIDs). None for cpu, or if ``device`` is auto
+        The identifiers of the GPUs in CUDA_VISIBLE_DEVICES (numbers or UUIDs); empty for cpu, or if ``device`` is auto
         and there is no GPU: the processes then run on the CPU.
 
     Raises:
