@@ -152,8 +152,15 @@ def explain_memory_errors(what: str) -> Iterator[None]:
 
 def user_message(error: BaseException) -> str | None:
     """Return the one-line message for a user, or None if the error is a bug rather than bad input."""
+    message = _message(error)
+    # a path in the message may have line breaks
+    return None if message is None else " ".join(message.split())
+
+
+def _message(error: BaseException) -> str | None:
+    """Return the message of :func:`user_message`, perhaps with line breaks."""
     if isinstance(error, UserError):
-        return " ".join(str(error).split())
+        return str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _FAIRSEQ:
         return f"this command needs fairseq, and {error.name} is not installed: {fairseq_install_hint()}"
     if isinstance(error, (ImportError, OSError)) and (message := _library_message(error)):

@@ -80,11 +80,23 @@ def _fetch(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, tr
             # Errors of the disk have a number, errors of the connection do not.
             if getattr(error, "errno", None) is not None:
                 raise
-            reasons.append(f"{url}: {' '.join(str(error).split())}")
+            reasons.append(f"{url}: {_root_cause(error)}")
             continue
         write_via_temporary(path, partial(os.replace, file))
         return
     raise UserError(f"cannot download {path.name} ({'; '.join(reasons)}): {by_hand}")
+
+
+def _root_cause(error: BaseException) -> str:
+    """Return the cause of a failed download in one line, without the errors of the libraries that wrap it.
+
+    requests wraps the error of urllib3, whose attribute ``reason`` is the last failure of its tries. The text of that
+    failure repeats the connection before a colon.
+    """
+    wrapped = error.args[0] if error.args else None
+    reason = getattr(wrapped, "reason", None)
+    text = " ".join(str(error if reason is None else reason).split())
+    return text if reason is None else text.rpartition("): ")[2]
 
 
 def _check_response(response: Any, has_digest: bool, **_: object) -> None:

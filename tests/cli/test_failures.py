@@ -63,6 +63,7 @@ def test_a_table_replaces_nothing_but_tables(words, tmp_path, capsys):
         (path_error(errno.EACCES), "/a/b may not be read or written: "),
         (path_error(errno.EROFS), "/a/b is on a read-only disk: "),
         (path_error(errno.ENAMETOOLONG, "x" * 300), "x has too long a name: shorten it"),
+        (path_error(errno.ENOENT, "a\nb"), "a b does not exist: "),
         (path_error(errno.ELOOP), "/a/b is a link that leads back to itself: "),
         (path_error(errno.ENOSPC), "no space left on the disk while writing /a/b: free some and run this again"),
         (OSError(errno.EFBIG, ""), "larger than this process may write: raise ulimit -f"),

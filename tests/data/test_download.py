@@ -146,6 +146,15 @@ def test_a_full_disk_is_no_reason_for_a_mirror(server: Server, tmp_path: Path, m
     assert list(tmp_path.iterdir()) == [] and len(server.requests) == 1
 
 
+def test_a_connection_that_fails_is_told_by_its_cause_alone(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
+        url = f"http://127.0.0.1:{closed.server_port}/file.zip"
+    with pytest.raises(UserError) as caught:
+        download([url], tmp_path / "file.zip", SHA256, tries=1)
+    assert f"({url}: " in str(caught.value) and "refused" in str(caught.value)
+    assert "Max retries" not in str(caught.value) and "HTTPConnection" not in str(caught.value)
+
+
 def test_mirrors_in_order(server: Server, tmp_path: Path) -> None:
     with Server() as mirror:
         urls = [server.url, mirror.url]
