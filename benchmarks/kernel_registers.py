@@ -42,7 +42,9 @@ BIASES = {
     "curve": tiles.CURVE.value + STEPS,
 }
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-FLOATS = ("lse", "delta", "table", "sums", "near_grad")
+# a window, a softcap, a null logit, and four query heads per key head
+OPTIONS = ("window", "softcap", "null", "groups")
+FLOATS = ("lse", "delta", "table", "null", "sums", "near_grad")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Case:
     dtype: str = "bf16"
     padded: bool = False
     pruned: bool = False
+    options: tuple[str, ...] = ()  # of OPTIONS
 
     @property
     def block_d(self) -> int:
@@ -63,12 +66,14 @@ class Case:
 
     def __str__(self) -> str:
         m, n, warps, stages = self.size
-        return f"{self.kernel} {self.bias} D={self.width} {self.dtype} {m}×{n}, {warps} warps, {stages} stages"
+        with_options = "".join(f", {option}" for option in self.options)
+        sizes = f"{m}×{n}, {warps} warps, {stages} stages"
+        return f"{self.kernel} {self.bias} D={self.width} {self.dtype} {sizes}{with_options}"
 
 
 def argument_type(name: str, case: Case) -> str:
     """Return the Triton type of an argument."""
-    if name in ("scale", "factor"):
+    if name in ("scale", "cap", "factor"):
         return "fp32"
     if name in tiles.LENGTHS or re.fullmatch(r".*_[bhn]", name):
         return "i32"
@@ -85,7 +90,10 @@ def measure(case: Case, arch: int) -> tuple[int, int, int]:
     m, n, warps, stages = case.size
     constants: dict[str, Any] = {"BLOCK_M": m, "BLOCK_N": n, "SIZE": m, "WIDTH": case.width, "BLOCK_D": case.block_d}
     constants |= {"BIAS": BIASES[case.bias], "PADDED": case.padded}
+    constants |= {"CAPPED": "softcap" in case.options, "GROUP": 4 if "groups" in case.options else 1}
     constants |= {} if case.pruned else {"first": None}
+    constants |= {} if "window" in case.options else {"window": None}
+    constants |= {} if "null" in case.options else {"null": None}
     constants |= {"low": None} if case.dtype == "fp32" else {}
     constants |= {} if constants["BIAS"] >= tiles.CURVE.value else {"near_grad": None}
     names = kernel.arg_names
@@ -141,9 +149,11 @@ def few_cases() -> Iterator[Case]:
         ("walked_sums", "positions", 32, "fp32", True, False),
     ):
         yield Case(kernel, candidates(kernel, width, dtype)[-1], bias, width, dtype, padded, pruned)
+    for kernel in ("forward", "query_gradient", "key_gradient"):
+        yield Case(kernel, candidates(kernel, 64, "bf16")[-1], "table", options=OPTIONS)
 
 
-def table(widths: list[int], dtype: str, biases: list[str], archs: list[int]) -> None:
+def table(widths: list[int], dtype: str, biases: list[str], archs: list[int], options: tuple[str, ...]) -> None:
     """Print a Markdown table of registers (spilled bytes) by kernel, size, bias and device."""
     columns = [(bias, arch) for bias in biases for arch in archs]
     head = ["D", "kernel", "queries×keys", "warps", "stages", "KiB", *(f"{x}, {arch / 10}" for x, arch in columns)]
@@ -157,7 +167,7 @@ def table(widths: list[int], dtype: str, biases: list[str], archs: list[int]) ->
                 if size not in taken or not applies(kernel, bias):
                     cells.append("")
                     continue
-                registers, spilled, shared = measure(Case(kernel, size, bias, width, dtype), arch)
+                registers, spilled, shared = measure(Case(kernel, size, bias, width, dtype, options=options), arch)
                 most = max(most, shared)
                 cells.append(f"{registers} ({spilled})" if spilled else f"{registers}")
             m, n, warps, stages = map(str, size)
@@ -171,6 +181,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, nargs="+", default=[64, 128], help="widths of a head (default: 64 128)")
     parser.add_argument("--dtype", choices=list(BYTES), default="bf16")
     parser.add_argument("--bias", choices=list(BIASES), nargs="+", default=["none", "table", "curve"])
+    parser.add_argument("--options", choices=OPTIONS, nargs="*", default=[], help="attention options (default: none)")
     parser.add_argument("--few", action="store_true", help="one line per case: registers, spilled and shared bytes")
     args = parser.parse_args()
     print(f"Triton {triton.__version__}, {args.dtype}: registers (spilled bytes), by compute capability", flush=True)
@@ -179,7 +190,7 @@ def main() -> None:
             print(case, *measure(case, args.arch[-1]), sep=": ", flush=True)
         return
     print()
-    table(args.width, args.dtype, args.bias, args.arch)
+    table(args.width, args.dtype, args.bias, args.arch, tuple(args.options))
 
 
 if __name__ == "__main__":

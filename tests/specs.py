@@ -42,6 +42,9 @@ SPECS = {
         "rope:scaling=truncated,factor=2,original_length=64",
         "rope:scaling=truncated,truncate_high=0.2,truncate_low=0.01,truncate_value=0.05",
         "rope:scaling=llama3,factor=4,original_length=64",
+        "rope:scaling=proportional,keep=0.5",
+        "rope:scaling=yarn,factor=4,original_length=64,truncate=false,mscale=1,mscale_all_dim=0.5,keep=auto",
+        "rope:frequencies=learned",
     ],
     "longrope": [
         "longrope",
@@ -61,6 +64,7 @@ SPECS = {
     "lm_infinite": ["lm_infinite:sinks=2,window=7,max_distance=5"],
     "streaming_llm": ["streaming_llm:sinks=3,recent=6"],
     "dual_chunk": ["dual_chunk:chunk=6,max_position=9"],
+    "string": ["string:shift=6,window=2", "string:shift=5,window=3,temperature=code,rotary_fraction=0.5"],
     "fire": [
         "fire",
         "fire:exact=true",
@@ -88,7 +92,7 @@ CONTENT = {
 SPECS |= CONTENT
 CONTENT_SPECS = [spec for specs in CONTENT.values() for spec in specs]
 # encodings that evaluate a rope model beyond its training length
-REGION_ROPES = ("self_extend", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm", "dual_chunk")
+REGION_ROPES = ("self_extend", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm", "dual_chunk", "string")
 
 
 def _overrides(name: str) -> Callable[[Encoding], bool]:

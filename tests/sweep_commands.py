@@ -17,8 +17,8 @@ from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.sweeps import recipes, run_sweep
 from fairseq_rpe.sweeps.grid import SweepRun
-from fairseq_rpe.sweeps.inputs import load_inputs
-from fairseq_rpe.sweeps.resolve import Sweep
+from fairseq_rpe.sweeps.resolve import Sweep, load_inputs
+from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord, slug
 from fairseq_rpe.utils import json_files
 
@@ -50,7 +50,7 @@ def resolve_sweep(*argv: object) -> tuple[Sweep, list[SweepRun]]:
     """Resolve a command line of ``sweep``, and return the sweep and its runs."""
     args = parse(["sweep", "--device", "cpu", *map(str, argv)])
     sweep = sweep_command.resolve_sweep(Namespace(**{**vars(args), "extra": tuple(args.extra)}))
-    return sweep, sweep.kind.build_runs(sweep, load_inputs(sweep, dry=True))
+    return sweep, sweep_kind(sweep.kind).build_runs(sweep, load_inputs(sweep, dry=True))
 
 
 def merged_record(*argv: object) -> SweepRecord:

@@ -243,9 +243,9 @@ train --rpe alibi --out {here}/r  -> name what to train on: either a DATA folder
 +train --algorithm copy  -> name what to train on: either a DATA folder or --algorithm SPEC
 train --algorithm copy --tokens 5 --rpe rope --out {here}/r  -> --tokens does not go with --algorithm: say how many
 +train --tokens 1000000  -> less than one block of 1000000
-+train|sweep --arch foo  -> --arch foo is not one of tiny, small, wiki103, base, large (or
-+train --arch transformer_lm  -> --arch transformer_lm is not one of tiny, small, wiki103, base, large (or
-+train --arch 'tiny '  -> is not one of tiny, small, wiki103, base, large (or
++train|sweep --arch foo  -> --arch foo is not one of tiny, mini, small, deep, wiki103, base, large (or
++train --arch transformer_lm  -> --arch transformer_lm is not one of tiny, mini, small, deep, wiki103, base, large (or
++train --arch 'tiny '  -> is not one of tiny, mini, small, deep, wiki103, base, large (or
 +train --log-encodings-every 5  -> --log-encodings-every writes to TensorBoard: give --tensorboard DIR too
 # sweep
 sweep {data} --encodings alibi  -> --lengths is missing: name the lengths to evaluate in tokens, e.g.
@@ -260,7 +260,7 @@ sweep --algorithms copy --encodings rope --out {here}/s --tokens 5  -> --tokens 
 """
 # What each option with a number takes, in the words that refuse "x"; where commands differ, by command and option.
 NUMBERS = {
-    "a whole number from 1 to 1000000000": "--answer-tokens --tokens --valid-tokens --min-tokens --questions "
+    "a whole number from 1 to 1000000000": "--kv-heads --head-dim --answer-tokens --tokens --valid-tokens --min-tokens --questions "
     "--valid-questions --documents --save-every --log-interval --updates --batch-sentences --warmup --update-freq "
     "--log-encodings-every --lengths --max-tokens --batch-size --position-samples --windows --stride --first-tokens --samples "
     "--population --iterations --beam --length --head --quantised --blocks --rows --train-length --batch --repeats",
@@ -271,7 +271,7 @@ NUMBERS = {
     "a whole number from 1 to 65536": "--model-width --vocabulary --head-width",
     "a number": "--depths --epsilon",
     "a number above 0 and at most 100": "--lr",
-    "a number from 0 on": "--min-lr --clip-norm --length-penalty",
+    "a number from 0 on": "--min-lr --clip-norm --length-penalty --logit-softcap",
     "a number from 0 to 100": "--weight-decay",
     "a number from 0 to below 1": "--dropout --attention-dropout --activation-dropout --betas",
     "a number above 0": "--delta --base",
@@ -279,7 +279,10 @@ NUMBERS = {
 OF_CORPORA = "a whole number from 0 to 9223372036854775808"  # and below 0, with the range said by another check
 ELSEWHERE = {
     option: f"a whole number from 1 to {most}"
-    for option, most in (("sensitivity --head-width", 10**9), ("bias --width", 65536), ("bias --length", 2**24))
+    for option, most in (
+        *(("sensitivity --head-width", 10**9), ("bias --width", 65536), ("bias --length", 2**24)),
+        *(("verdict --layers", 1024), ("trf --layers", 1024)),
+    )
 }
 
 

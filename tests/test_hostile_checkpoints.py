@@ -28,7 +28,7 @@ from in_process import fairseq
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.checkpoints.checkpoint import check_model_size
 from fairseq_rpe.cli.main import build_parser
-from fairseq_rpe.cli.training_options import stated_settings
+from fairseq_rpe.cli.train import stated_settings
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import corpus_digest
 from fairseq_rpe.runs import checkpoints

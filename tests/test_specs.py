@@ -148,7 +148,7 @@ def test_slices_of_a_bias_concatenate_to_it(bias, data):
     columns = slice(data.draw(st.integers(0, keys - 1)), keys)
     torch.testing.assert_close(form.materialize(pos, keys=columns).expand(2, 3, -1, -1), whole[..., columns])
     parts = [
-        form.slice_queries(some, keys).materialize(Positions(pos.q[:, some], pos.k[:, :keys], pos.step))
+        form.select(some, slice(0, keys)).materialize(Positions(pos.q[:, some], pos.k[:, :keys], pos.step))
         for some in rows
     ]
     torch.testing.assert_close(torch.cat([one.expand(2, 3, -1, -1) for one in parts], 2), whole[..., :keys])

@@ -19,8 +19,9 @@ from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.analysis.backend_support import support_matrix
 from fairseq_rpe.analysis.convergence import verdict
 from fairseq_rpe.cli.main import COMMANDS, build_parser
+from fairseq_rpe.core.attention_options import QUERY_SCALES, AttentionOptions
 from fairseq_rpe.core.registry import Description, Registry
-from fairseq_rpe.core.spec import Option, format_value
+from fairseq_rpe.core.spec import Option, format_value, list_options
 from fairseq_rpe.encodings.base import FAMILIES
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.sweeps import recipes
@@ -122,6 +123,24 @@ def entries_table(registry: Registry, title: str) -> str:
 
 def options_table(registry: Registry, title: str) -> str:
     return markdown_table((title, "option", "default", "values", "meaning"), option_rows(package_entries(registry)))
+
+
+def attention_options_table() -> str:
+    """Return the options that every encoding has."""
+    rows = []
+    for option in list_options(AttentionOptions):
+        values = ", ".join(code(format_value(choice)) for choice in option.choices or ())
+        rows.append((code(option.key), code(format_value(option.default)), values, option.help))
+    return markdown_table(("option", "default", "values", "meaning"), rows)
+
+
+def query_scales_table() -> str:
+    """Return the values of the option ``query_scale`` with their formulas."""
+    rows = []
+    for name, method in QUERY_SCALES.items():
+        default = "" if method.value is None else format_value(method.value)
+        rows.append((code(name), code(method.formula), default if method.uses_value else ""))
+    return markdown_table(("`query_scale`", "factor of query i", "default of `query_scale_value`"), rows)
 
 
 def model_flags_table() -> str:
@@ -241,6 +260,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "encodings": encodings_table,
     "encoding-families": encoding_families,
     "encoding-options": lambda: options_table(encodings.base.registry, "encoding"),
+    "attention-options": attention_options_table,
+    "query-scales": query_scales_table,
     "backends": backends_table,
     "positions": lambda: entries_table(positions.base.registry, "transform"),
     "position-options": lambda: options_table(positions.base.registry, "transform"),

@@ -11,6 +11,7 @@ from typing import Any
 from fairseq_rpe.adapters.attention_interface import (  # first, because it checks that transformers is installed
     NAME,
     EncodingAdapter,
+    base_model,
     check_model_type,
 )
 
@@ -69,7 +70,7 @@ def evaluate(
     scorer = _Scorer(model, head, torch.cat([torch.tensor([_first_token(model, data, start)]), text]), max_tokens)
     scorer.check_ids()
     scorer.check_lengths(lengths)
-    adapter = getattr(model.base_model, NAME, None)
+    adapter = getattr(base_model(model), NAME, None)
     encoding, positions = _encoding_and_positions(model, adapter)
     identity = {"checkpoint": _digest(model, encoding), "data": digest, "split": split, "positions": positions}
     keys = [TextKey(**identity, draws=default_draws(positions), length=length) for length in lengths]
@@ -91,7 +92,7 @@ def _head(model: PreTrainedModel) -> Tensor:
     """Return the weight (V, C) of the output layer."""
     check_model_type(model)
     layer = model.get_output_embeddings()
-    if layer is None or model.base_model is model:
+    if layer is None or base_model(model) is model:
         raise UserError(f"{type(model).__name__} has no head for language modelling: load it as a …ForCausalLM")
     if getattr(layer, "bias", None) is not None:
         raise UserError("the model's output layer has a bias, which this evaluation does not know: leave it out")
@@ -123,8 +124,10 @@ def _text(data: Path | str | Sequence[int] | Tensor, split: str) -> tuple[Tensor
 def _encoding_and_positions(model: PreTrainedModel, adapter: EncodingAdapter | None) -> tuple[str, str | None]:
     """Return the name of the model's encoding and its position transform in evaluation."""
     if adapter is None:
-        kind = (model.config.rope_parameters or {}).get("rope_type", "default")
-        return f"{model.config.model_type}'s own rotation ({kind})", None
+        parameters = model.config.rope_parameters or {}
+        by_layer_type = [x for x in parameters.values() if isinstance(x, dict)] or [parameters]
+        kinds = sorted({x.get("rope_type", "default") for x in by_layer_type})
+        return f"{model.config.model_type}'s own rotation ({', '.join(kinds)})", None
     return adapter.spec, adapter.positions
 
 
@@ -199,13 +202,21 @@ class _Scorer:
         """
         nats, count = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.int64)
         rows, device = max(1, (self.max_tokens or BATCH_TOKENS) // length), self.head.device
+        base, (factor, softcap) = base_model(self.model), _logit_scaling(self.model.config)
         for inputs, targets in _blocks(self.stream, length, rows):
-            states = self.model.base_model(input_ids=inputs.to(device), use_cache=False).last_hidden_state  # (B, n, C)
-            losses = target_losses(states.flatten(0, 1), self.head, targets.flatten().to(device)).view(targets.shape)
+            states = base(input_ids=inputs.to(device), use_cache=False).last_hidden_state  # (B, n, C)
+            states = states.flatten(0, 1) * factor
+            losses = target_losses(states, self.head, targets.flatten().to(device), softcap).view(targets.shape)
             nats[: targets.shape[1]] += losses.double().sum(0).cpu()
             count[: targets.shape[1]] += len(targets)
             on_tokens(targets.numel())
         return nats, count
+
+
+def _logit_scaling(config: Any) -> tuple[float, float]:
+    """Return the factor of the logits of a model, and c of the softcap c·tanh(s/c) after it; 0: none."""
+    factor = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    return factor, getattr(config, "final_logit_softcapping", None) or 0.0
 
 
 def _blocks(stream: Tensor, length: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:

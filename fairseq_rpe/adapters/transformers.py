@@ -1,10 +1,9 @@
 """Use any encoding of this package in models of Hugging Face transformers."""
 
 import copy
-import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fairseq_rpe.adapters.attention_interface import (
@@ -12,8 +11,10 @@ from fairseq_rpe.adapters.attention_interface import (
     NAME,
     EncodingAdapter,
     IdentityRotation,
+    base_model,
     check_model_type,
     first_layer_pre_hook,
+    model_hook,
     model_pre_hook,
 )
 
@@ -23,25 +24,35 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fairseq_rpe.adapters.config_pattern import (
+    HAS_SINKS,
+    OWN_PATTERN,
+    LayerConfig,
+    pattern_from_config,
+    read_layers,
+    resolve_pattern,
+)
 from fairseq_rpe.adapters.scoring import evaluate
 from fairseq_rpe.attention import choose_backend
 from fairseq_rpe.core.arguments import describe_value
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.spec import canonical, parse
-from fairseq_rpe.encodings import Encoding, build, names, normalise
+from fairseq_rpe.core.layer_pattern import is_pattern
+from fairseq_rpe.core.spec import canonical
+from fairseq_rpe.encodings import Encoding, names
 from fairseq_rpe.encodings.base import registry
-from fairseq_rpe.encodings.model_rotation import ModelRotation, complete_spec
-from fairseq_rpe.encodings.rope import Rope, effective_options
+from fairseq_rpe.encodings.model import LayerEncodings, build_for_model, sharing_modes
+from fairseq_rpe.encodings.model_rotation import ATTENTION_OPTIONS
 from fairseq_rpe.positions.position_transforms import PositionTransforms
 
-__all__ = ["MODEL_TYPES", "evaluate", "restore", "use_encoding"]
+__all__ = ["MODEL_TYPES", "evaluate", "pattern_from_config", "restore", "use_encoding"]
 
 SHARING_OPTIONS = ("auto", "model", "layer")
+_ROTATION = re.compile(r"rotary_emb|rotary_embs\.\d+")  # names of rotation modules; Granite has one for each base
 
 
 def use_encoding(
     model: PreTrainedModel,
-    encoding: Encoding | str,
+    encoding: Encoding | str = OWN_PATTERN,
     *,
     length: int | None = None,
     share: str = "auto",
@@ -50,20 +61,27 @@ def use_encoding(
     seed: int = 1,
     backend: str = "auto",
 ) -> PreTrainedModel:
-    """Replace the rotation of a model by ``encoding``, in place.
+    """Replace the rotation of a model, and its windows, softcap and sinks, by ``encoding``, in place.
 
     Attention is softmax(s·q·kᵀ + bias) v as in :func:`fairseq_rpe.attend`, with rotated q and k if the encoding rotates
     them; s is the model's factor, mostly 1/sqrt(D) for heads of width D. A rotary encoding takes the options that its
     spec leaves open from the model: ``base`` is the model's rope_theta, ``rotary_fraction`` the fraction of a head that
-    the model rotates, pairs are (s, s + d/2), and YaRN scales the rotated elements, as in transformers. Scaling is
-    never taken from the config.
+    the model rotates, pairs are (s, s + d/2), and YaRN scales the rotated elements, as in transformers. A spec of
+    ``rope`` without ``scaling`` also takes the model's scaling if its ``rope_type`` is linear, llama3, proportional or
+    yarn; ``scaling=none`` drops the scaling.
+
+    In a model whose layers differ, a spec that rotates replaces the rotations only: layers without one stay, and so do
+    windows and other attention options that the spec does not state. A pattern of layers, or a spec that does not
+    rotate, replaces everything.
 
     Args:
         model: of a type in ``MODEL_TYPES``, with or without a head, on one device.
-        encoding: a spec such as ``"rope:scaling=yarn,factor=4"``, or an encoding, which all layers share.
+        encoding: a spec such as ``"rope:scaling=yarn,factor=4"``; a pattern of layers such as ``"3*rope|nope"``; an
+            encoding, which all layers share; or ``"config"``, the pattern of the model's config.
         length: training length in tokens, for encodings that use it; None: original_max_position_embeddings of the
             config's rope_parameters, or its max_position_embeddings.
-        share: one encoding per ``model`` or per ``layer``, or ``auto``: as in the encoding's paper.
+        share: one encoding per ``model`` or per ``layer``, or ``auto``: as in the encoding's paper. Layers with
+            different specs never share.
         positions: position transform in evaluation, as ``--positions-eval``.
         positions_train: position transform in training, as ``--positions-train``.
         seed: seed of random positions: a new sample for every forward pass in training; in evaluation one per row that
@@ -71,32 +89,40 @@ def use_encoding(
         backend: as in ``attend``.
 
     Returns:
-        The same model. The encoding is its submodule ``model.base_model.fairseq_rpe``.
+        The same model. The encoding is its submodule ``model.base_model.fairseq_rpe`` (``model.model.fairseq_rpe`` for
+        Llama 4).
 
     Raises:
-        UserError: the model, config or encoding is not supported; in a forward pass, an unsupported feature (sliding
-            windows, packed texts, attention weights, caches of fixed size).
+        UserError: the model, config or encoding is not supported; in a forward pass, an unsupported feature (packed
+            texts, attention weights, caches of fixed size).
     """
     if not isinstance(encoding, Encoding | str):
         raise UserError(f"encoding is a spec such as 'rope' or what build(...) returns, not {describe_value(encoding)}")
     base, layers = _base_and_layers(model)
     _check_config(base.config)
     shape = _ModelShape.from_config(base.config, len(layers))
+    layer_configs = read_layers(base.config, len(layers), _own_rotation(base), shape.head_width)
     if length is None:
-        rotation = base.config.rope_parameters or {}
-        length = rotation.get("original_max_position_embeddings", base.config.max_position_embeddings)
+        length = _training_length(base.config, layer_configs)
     if isinstance(encoding, str):
-        spec = _complete_spec(encoding, _model_rotation(base, shape.head_width))
-        encodings = _build_encodings(spec, share, shape, length)
+        spec = resolve_pattern(encoding, layer_configs)
+        try:
+            encodings = _build_encodings(spec, share, shape, length)
+        except UserError as error:
+            raise _name_inherited_options(error, encoding, spec, len(layers)) from error
+        if base.config.model_type in HAS_SINKS:
+            _use_model_sinks(encodings)
     else:
         if share not in ("auto", "model"):
             raise UserError(f"share='{share}' with an encoding that is made already: give its spec, or leave share out")
-        spec, encodings = _spec_from_encoding(encoding), [encoding]
-    _check_shape(encodings[0], shape)
-    _check_inputs(encodings[0], spec)
+        spec = _spec_from_encoding(encoding)
+        encodings = LayerEncodings([encoding], [0] * len(layers), [spec])
+    for layer_encoding, layer_spec in zip(encodings, encodings.specs, strict=True):
+        _check_shape(layer_encoding, shape)
+        _check_inputs(layer_encoding, layer_spec)
     attention_backend = choose_backend(backend, encodings)
     transforms = PositionTransforms(positions_train, positions, length, seed, _data_parallel_rank())
-    _check_transforms(transforms, encodings[0], spec)
+    _check_transforms(transforms, encodings, spec)
     evaluation = None if transforms.active(False) is None else positions or transforms.train.evaluation
     adapter = EncodingAdapter(encodings, spec, transforms, evaluation, attention_backend).to(_device(model))
     if isinstance(getattr(base, NAME, None), EncodingAdapter):
@@ -115,13 +141,16 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     adapter = getattr(base, NAME, None)
     if not isinstance(adapter, EncodingAdapter):
         raise UserError("this model has no encoding of ours: there is nothing to restore")
-    rotation, attention, hooks = adapter.undo
+    rotations, attention, hooks = adapter.undo
     for hook in hooks:
         hook.remove()
     for module in (layers[0], *_attention_modules(layers)):
         delattr(module, NAME)
+        if hasattr(module, "attn_temperature_tuning"):
+            module.attn_temperature_tuning = base.config.attn_temperature_tuning
     delattr(base, NAME)
-    base.rotary_emb = rotation
+    for name, rotation in rotations.items():
+        base.set_submodule(name, rotation)
     model.set_attn_implementation(attention)
     return model
 
@@ -156,7 +185,7 @@ def _data_parallel_rank() -> int:
 
 def _base_and_layers(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
     """Return the model without its head, and its layers; raise UserError if its structure is unknown."""
-    kind, base = check_model_type(model), model.base_model
+    kind, base = check_model_type(model), base_model(model)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(list(_attention_modules(layers))) != len(layers):
         raise UserError(f"this version of transformers builds '{kind}' in another way than was checked: use 5.23")
@@ -171,13 +200,9 @@ def _attention_modules(layers: nn.ModuleList) -> Iterator[nn.Module]:
 
 
 def _check_config(config: Any) -> None:
-    """Refuse a model with attention windows, attention to the future, or attention weights as outputs."""
-    if {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
-        raise UserError("layers of this model see a window of the text: set layer_types to 'full_attention' each")
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise UserError(
-            f"this model sees a window of {config.sliding_window} tokens: set sliding_window=None in its config"
-        )
+    """Refuse a model with attention to the future, or attention weights as outputs."""
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UserError("this model sees the future: set use_bidirectional_attention=False in its config")
     if not getattr(config, "is_causal", True):
         raise UserError("this model sees the future, and encodings here are causal: set is_causal=True in its config")
     if config.output_attentions:
@@ -193,55 +218,44 @@ def _device(model: PreTrainedModel) -> torch.device:
     return devices.pop()
 
 
-def _model_rotation(base: Any, head: int) -> ModelRotation:
-    """Return the model's own rotation, for heads of ``head`` elements.
-
-    The rotated width is read from the model's frequencies, because some models ignore ``partial_rotary_factor``.
-    """
+def _own_rotation(base: Any) -> nn.Module:
+    """Return the model's own rotation module, also if an encoding has replaced it."""
     adapter = getattr(base, NAME, None)
-    rotation = adapter.undo[0] if isinstance(adapter, EncodingAdapter) else base.rotary_emb
-    frequencies = getattr(rotation, "inv_freq", None)
-    if frequencies is None:
-        raise UserError(f"{type(rotation).__name__} has no inv_freq, which transformers 5.23 has: use that version")
-    rotated, config = 2 * len(frequencies), base.config.rope_parameters or {}
-    # int(head · fraction) must be the rotated width; the quotient itself may round down to less
-    candidates = (config.get("partial_rotary_factor"), rotated / head, math.nextafter(rotated / head, 1.0))
-    fraction = next(x for x in candidates if x and int(head * x) == rotated)
-    values = {"base": config.get("rope_theta"), "rotary_fraction": fraction, "interleaved": False}
-    kind = config.get("rope_type", "default")
-    return ModelRotation(values, "" if kind == "default" else kind)
+    return adapter.undo[0]["rotary_emb"] if isinstance(adapter, EncodingAdapter) else base.rotary_emb
 
 
-def _complete_spec(spec: str, rotation: ModelRotation) -> str:
-    """Complete the options that a spec leaves open from the model's rotation."""
-    full = complete_spec(spec, rotation, strict=False)
-    stated, config = parse(full)[1], registry.resolve(full)[2]
-    has_temperature = isinstance(config, Rope.Config) and "temperature_on" in effective_options(config)
-    is_open = has_temperature and "temperature_on" not in stated
-    if is_open and rotation.values["rotary_fraction"] != 1:
-        full += ",temperature_on=rotated"  # as transformers scales partial rotations
-    return normalise(full)
+def _training_length(config: Any, layers: Sequence[LayerConfig]) -> int:
+    """Return the training length in tokens, before the model's context was extended."""
+    name = "original_max_position_embeddings"
+    return next((x.rope_parameters[name] for x in layers if name in x.rope_parameters), config.max_position_embeddings)
 
 
-def _build_encodings(spec: str, share: str, shape: _ModelShape, length: int | None) -> list[Encoding]:
-    """Build one encoding for the model, or one per layer."""
+def _build_encodings(spec: str, share: str, shape: _ModelShape, length: int | None) -> LayerEncodings:
+    """Build the encodings of a pattern of layers."""
     if share not in SHARING_OPTIONS:
         raise UserError(f"share is one of {', '.join(SHARING_OPTIONS)}, not '{share}'")
-    attention_width = shape.heads * shape.head_width
-    make = partial(build, spec, shape.heads, attention_width, length)
-    first = make()
-    if first.embeds and shape.width != attention_width:  # it acts on embeddings, which have the model's width
-        make = partial(build, spec, shape.heads, shape.width, length)
-        first = make()
-    share = first.sharing_modes[0] if share == "auto" else share
-    if share not in first.sharing_modes:
-        raise UserError(f"share='{share}': '{spec}' can only be shared by: {', '.join(first.sharing_modes)}")
-    if share == "model":
-        return [first]
-    others = [make() for _ in range(shape.layers - 1)]
-    for other in others:
-        other.tie(first)
-    return [first, *others]
+    if share != "auto" and share not in (possible := sharing_modes(spec)):
+        raise UserError(f"share='{share}': '{spec}' can only be shared by: {', '.join(possible)}")
+    return build_for_model(
+        spec, shape.heads, shape.width, shape.layers, length, share=share, head_width=shape.head_width
+    )
+
+
+def _name_inherited_options(error: UserError, encoding: str, spec: str, layers: int) -> UserError:
+    """Return an error that also says which attention options of ``spec`` are of the model and not of ``encoding``."""
+    is_single = encoding != OWN_PATTERN and not is_pattern(encoding)
+    inherited = [name for name in ATTENTION_OPTIONS if f"{name}=" in spec and f"{name}=" not in encoding]
+    if not is_single or not inherited:
+        return error
+    return UserError(
+        f"{error} (the model's layers have {', '.join(inherited)}: write {layers}*{encoding} to replace that too)"
+    )
+
+
+def _use_model_sinks(encodings: LayerEncodings) -> None:
+    """Drop learned null logits, for which the model has parameters: the sinks of its layers."""
+    for encoding in encodings:
+        encoding.null_logit = None
 
 
 def _spec_from_encoding(encoding: Encoding) -> str:
@@ -269,12 +283,13 @@ def _check_inputs(encoding: Encoding, spec: str) -> None:
         raise UserError(f"'{spec}' reads a layer's input, which transformers' attention is not given: use another one")
 
 
-def _check_transforms(transforms: PositionTransforms, encoding: Encoding, spec: str) -> None:
-    """Refuse position transforms that the encoding cannot follow."""
+def _check_transforms(transforms: PositionTransforms, encodings: Iterable[Encoding], spec: str) -> None:
+    """Refuse position transforms that the encodings cannot follow."""
+    types = {encoding.position_type for encoding in encodings}
     for name, transform in (("positions_train", transforms.active(True)), ("positions", transforms.active(False))):
-        if transform is not None and encoding.position_type == "none":
+        if transform is not None and types == {"none"}:
             raise UserError(f"{name}: '{spec}' reads no positions, so moving them does nothing: leave it out")
-        if transform is not None and transform.fractional and encoding.position_type == "whole":
+        if transform is not None and transform.fractional and "whole" in types:
             raise UserError(f"{name}: '{spec}' knows whole positions only and this transform makes fractions")
 
 
@@ -289,11 +304,16 @@ def _install(model: PreTrainedModel, base: Any, layers: nn.ModuleList, adapter: 
     hooks = (
         base.register_forward_pre_hook(model_pre_hook, with_kwargs=True),
         layers[0].register_forward_pre_hook(first_layer_pre_hook, with_kwargs=True),
+        base.register_forward_hook(model_hook, always_call=True),
     )
-    adapter.undo = (base.rotary_emb, before, hooks)
+    rotations = {name: module for name, module in base.named_modules() if _ROTATION.fullmatch(name)}
+    adapter.undo = (rotations, before, hooks)
     for layer, module in enumerate(_attention_modules(layers)):
         setattr(module, NAME, (adapter, layer))  # in a tuple, so that it is not a submodule here too
+        if hasattr(module, "attn_temperature_tuning"):  # Llama 4 scales queries itself
+            module.attn_temperature_tuning = False
     setattr(layers[0], NAME, (adapter, 0))
     setattr(base, NAME, adapter)
-    base.rotary_emb = IdentityRotation()
+    for name, module in rotations.items():
+        base.set_submodule(name, IdentityRotation(getattr(module, "config", base.config)))
     model.set_attn_implementation(NAME)

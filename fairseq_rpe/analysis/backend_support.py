@@ -13,6 +13,7 @@ from fairseq_rpe.attention.flex import unsupported_reason as flex_unsupported_re
 from fairseq_rpe.attention.forward import build_plan, compute_token_features, with_content_bias
 from fairseq_rpe.attention.triton import unsupported_reason as triton_unsupported_reason
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import is_pattern, parse_pattern
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.utils.table import Cell, Table, TableRow
 
@@ -26,11 +27,17 @@ def refusal_reasons(spec: str) -> dict[str, str]:
     Limits that depend on tensors (head width, dtype, attention dropout) are not covered: see docs/attention.md.
 
     Args:
-        spec: spec of a registered encoding.
+        spec: spec of a registered encoding, or a pattern of layers, which a backend must support in every layer.
 
     Returns:
         backend -> reason, "" if the backend supports the encoding.
     """
+    if is_pattern(spec):
+        refusals = {layer_spec: refusal_reasons(layer_spec) for layer_spec in parse_pattern(spec).specs}
+        return {
+            name: next((f"{layer_spec}: {why[name]}" for layer_spec, why in refusals.items() if why[name]), "")
+            for name in BACKENDS
+        }
     encoding = encodings.build(spec, HEADS, HEADS * WIDTH, LENGTH, SYMBOLS)
     positions = Positions.arange(LENGTH)
     if encoding.needs_token_ids:

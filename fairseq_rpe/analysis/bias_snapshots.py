@@ -115,4 +115,4 @@ def bias_map(encoding: Encoding, length: int, heads: Sequence[int]) -> tuple[Ten
     pos = Positions.arange(length, dtype=torch.float64, device=None if first is None else first.device)
     step = -(-length // _MAX_CELLS)
     sampled = slice(0, None, step)
-    return encoding.position_bias(pos).materialize(pos, sampled, sampled)[0, list(heads)].cpu(), step
+    return encoding.attention_bias(pos).materialize(pos, sampled, sampled)[0, list(heads)].cpu(), step

@@ -63,6 +63,7 @@ _FIRST_DOUBLINGS = 12  # doublings that are all followed by a tail bound; then e
 _MANY_DOUBLINGS = 96  # doublings after which any tail bound above 0 is accepted
 _NEWTON_STEPS = 40
 DIRECT_TERMS = 1 << 20  # terms of a direct sum
+MAX_WINDOW_TERMS = 1 << 14  # terms of a window, whose intervals have many digits and take time
 
 
 class TooManyBlocks(ArithmeticError):
@@ -451,6 +452,35 @@ class FiniteSum:
     def __init__(self, c: sympy.Expr, keys: int) -> None:
         self.c, self.keys = c, keys
         self.total = intervals.exp(enclose_constant(c)) * keys
+
+
+class WindowSum:
+    """The first ``keys`` terms of a series, with B and every tail as intervals.
+
+    Args:
+        f: log-bias as an expression in n.
+        keys: number of terms, at most :data:`MAX_WINDOW_TERMS`.
+    """
+
+    def __init__(self, f: sympy.Expr, keys: int) -> None:
+        self.end = keys
+        tails = [iv.mpf(0)]
+        for n in reversed(range(keys)):
+            tails.append(tails[-1] + intervals.exp(enclose(f, n)))
+        self._tails = tails[::-1]
+        self.total = self._tails[0]
+
+    def tail(self, j: int) -> Any:
+        """Return the interval of the sum of the terms from j on."""
+        return self._tails[j]
+
+    def far(self, log_n: Any) -> Any:
+        """Return the tail beyond the last term, 0."""
+        return iv.mpf(0)
+
+    def initial_index(self, target: Any) -> int:
+        """Return the j where a search for the tail ``target`` starts: tails are tabulated, so any j serves."""
+        return self.end // 2
 
 
 @functools.lru_cache(maxsize=256)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.analysis.asymptotics import LOG_STARTS, ORDERS, AsymptoticArithmetic, NotYetValid, Undecided
-from fairseq_rpe.analysis.certified_sums import FiniteSum, GeometricSum, certified_sum
+from fairseq_rpe.analysis.certified_sums import MAX_WINDOW_TERMS, FiniteSum, GeometricSum, WindowSum, certified_sum
 from fairseq_rpe.analysis.convergence_test import (
     CONVERGES,
     DEPENDS,
@@ -119,7 +119,9 @@ def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> l
     for name, parameter in encoding.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise UserError(f"parameter '{name}' of the encoding is not finite: no verdict on a broken checkpoint")
-    weights = encoding.log_bias_formulas()
+    weights, options = encoding.visible_log_bias_formulas(), encoding.attention_options
+    if weights is None and options.hides_keys:
+        return [HeadVerdict(CONVERGES, _finite_sum_reason(options.local or options.block))] * encoding.heads
     if weights is None and encoding.dependence:
         return [HeadVerdict(DEPENDS, encoding.dependence)] * encoding.heads
     if weights is None:
@@ -159,9 +161,8 @@ def _parse_and_check(text: str) -> sympy.Expr:
 def _head_verdict(weight: LogBias) -> HeadVerdict:
     f = parse(weight.formula, longest=None)
     note = f"; {weight.note}" if weight.note else ""
-    if weight.keys is not None and not f.has(N):
-        reason = f"finite sum: {weight.keys} terms, b_n = 0 from n = {weight.keys} on"
-        return HeadVerdict(CONVERGES, reason + note, FiniteSum(f, weight.keys))
+    if weight.keys is not None:
+        return HeadVerdict(CONVERGES, _finite_sum_reason(weight.keys) + note, _finite_sum(f, weight))
     decision = decide_convergence(f)
     if weight.at_least:
         # a lower bound of the bias proves divergence only, and only by the term test
@@ -176,6 +177,21 @@ def _head_verdict(weight: LogBias) -> HeadVerdict:
         reason = f"geometric series: b_n = {start}e^(-k·n), k = {format_number(k)} > 0, B = {start}1/(1 - e^-k)"
         return HeadVerdict(CONVERGES, reason + note, GeometricSum(c, k))
     return HeadVerdict(CONVERGES, decision.reason + note, certified_sum(f, decision.level))
+
+
+def _finite_sum_reason(keys: int) -> str:
+    """Return the reason why a series with this number of terms converges."""
+    return f"finite sum: {keys} terms, b_n = 0 from n = {keys} on"
+
+
+def _finite_sum(f: sympy.Expr, weight: LogBias) -> FiniteSum | WindowSum | None:
+    """Return the sum of the terms that a query sees; None if f is only a bound, or if there are too many terms."""
+    assert weight.keys is not None
+    if weight.at_least:
+        return None
+    if not f.has(N):
+        return FiniteSum(f, weight.keys)
+    return WindowSum(f, weight.keys) if weight.keys <= MAX_WINDOW_TERMS else None
 
 
 def _rate(f: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:

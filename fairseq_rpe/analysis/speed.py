@@ -17,6 +17,7 @@ from fairseq_rpe import encodings
 from fairseq_rpe.attention import BACKENDS, Backend
 from fairseq_rpe.attention.forward import build_plan, compute_token_features, run_attention
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import refuse_pattern
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.encodings.absolute import NoPE
@@ -60,6 +61,8 @@ class BenchSetting:
     def check(self) -> None:
         """Raise UserError for an unknown backend, or if there are no encodings or no backends."""
         check_backends(self.backends, self.encodings, BACKENDS)
+        for spec in self.encodings:
+            refuse_pattern(spec, "bench")
 
     def measurements(self) -> list[Callable[[], tuple[list["Timing"], list[str]]]]:
         """Return a function for each length and pass, which returns its timings and lines on what is left out."""

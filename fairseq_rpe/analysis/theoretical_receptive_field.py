@@ -10,10 +10,10 @@ from typing import Any
 import mpmath
 import sympy
 
-from fairseq_rpe.analysis.certified_sums import DirectSum, EulerMaclaurinSum, FiniteSum, GeometricSum
+from fairseq_rpe.analysis.certified_sums import DirectSum, EulerMaclaurinSum, FiniteSum, GeometricSum, WindowSum
 from fairseq_rpe.analysis.intervals_mp import bounds, enclose_constant, intervals, iv, sign
 
-Sum = EulerMaclaurinSum | DirectSum | GeometricSum | FiniteSum
+Sum = EulerMaclaurinSum | DirectSum | GeometricSum | FiniteSum | WindowSum
 Side = Callable[[Any], int]  # j or ln j -> 1 if that window is proven long enough, -1 if proven too short, else 0
 _COARSE_BITS = 12  # searched bits where B is known to a few digits only
 _MAX_INTEGER_BITS = 100  # of j up to which a whole number is searched

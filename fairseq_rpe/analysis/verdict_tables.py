@@ -13,7 +13,10 @@ from torch import Tensor
 
 from fairseq_rpe.analysis.convergence import HeadVerdict, formula_verdict, formula_weights, verdict
 from fairseq_rpe.analysis.empirical_receptive_field import quantised_curve
+from fairseq_rpe.analysis.layer_stack import summarise_stack
+from fairseq_rpe.core.layer_pattern import format_layers
 from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.encodings.model import LayerEncodings
 from fairseq_rpe.utils.table import Cell, Table, TableRow
 
 EPSILONS = (Fraction(1, 2), Fraction(1, 10), Fraction(1, 100), Fraction(1, 1000))
@@ -21,17 +24,22 @@ EPSILONS = (Fraction(1, 2), Fraction(1, 10), Fraction(1, 100), Fraction(1, 1000)
 EPSILON_GRID = tuple(Fraction(f"{10 ** (-k / 6):.2g}") for k in range(1, 19))
 MAX_LOG10_DRAWN = 15  # common logarithm of the largest field in a figure
 _FIELD_COLUMNS = ("trf", "trf_low", "trf_high")
-Source = str | Sequence[Encoding]  # a formula, or a single encoding, or one encoding per layer
+Source = str | Sequence[Encoding] | LayerEncodings  # a formula, or a single encoding, or the encodings of all layers
 
 
 class HeadIndex(NamedTuple):
-    """Number of a layer (from 0) and of a head (from 1); None where there is only one."""
+    """Number of a layer (from 0) and of a head (from 1); None where there is only one.
 
-    layer: int | None = None
+    In a pattern of layers, ``layer`` is a text with the layers that share an encoding and its spec.
+    """
+
+    layer: int | str | None = None
     head: int | None = None
 
     def __str__(self) -> str:
-        return " ".join(f"{word} {n}" for word, n in zip(self._fields, self, strict=True) if n is not None)
+        several = isinstance(self.layer, str) and not self.layer.partition(" ")[0].isdecimal()
+        words = "layers" if several else "layer", "head"
+        return " ".join(f"{word} {n}" for word, n in zip(words, self, strict=True) if n is not None)
 
 
 HeadRow = tuple[HeadIndex, HeadVerdict]
@@ -69,9 +77,26 @@ def _per_head(
     if isinstance(source, str):
         yield HeadIndex(), formula(source)
         return
-    for layer, values in enumerate(list(map(heads, source))):
+    for layer, values in zip(_layer_names(source), list(map(heads, source)), strict=True):
         for head, value in enumerate(values, start=1):
-            yield HeadIndex(layer if len(source) > 1 else None, head), value
+            yield HeadIndex(layer, head), value
+
+
+def stack_lines(source: Source, rows: Sequence[HeadRow]) -> list[str]:
+    """Return what the verdicts on all heads, ``rows``, say about a model with these encodings in its layers."""
+    if not isinstance(source, LayerEncodings):
+        return []
+    heads = len(rows) // len(source)
+    verdicts = [head for _, head in rows]
+    return summarise_stack(source, [verdicts[start : start + heads] for start in range(0, len(rows), heads)])
+
+
+def _layer_names(source: Sequence[Encoding] | LayerEncodings) -> list[int | str | None]:
+    """Return what to call the layer or layers of each encoding; None for an encoding of all layers."""
+    if isinstance(source, LayerEncodings) and source.is_mixed:
+        specs = enumerate(source.specs)
+        return [f"{format_layers(source.layers(instance))} ({spec})" for instance, spec in specs]
+    return [None] if len(source) == 1 else list(range(len(source)))
 
 
 def format_epsilon(value: Fraction) -> str:

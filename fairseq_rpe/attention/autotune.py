@@ -50,7 +50,8 @@ TIMEOUT = 120.0  # seconds for a candidate's check, and again for its timing; NC
 WARM_UPS, REPEATS = 2, 5  # calls of a candidate before its timing, and calls that are timed
 MAX_TIMING_SECONDS = 2.0  # no further call of a candidate is timed after this total time
 SEED = 1234  # seed of the dropout mask while candidates are compared; any number would do
-MIN_KEYS = 128  # keys of the shortest class of lengths; each further class is four times as long
+# keys, and window, of the shortest class of lengths; each further class is four times as long
+MIN_KEYS, MIN_WINDOW = 128, 32
 STORE_PREFIX = "fairseq_rpe/attention/"
 NO_BACKEND = "-"  # in the store: the deciding rank has chosen none
 Attend = Callable[..., Tensor]
@@ -58,7 +59,7 @@ Result = TypeVar("Result")
 
 
 class _Call(NamedTuple):
-    """Arguments of the attention call that a backend is chosen for."""
+    """Arguments of the attention call that a backend is chosen for; k and v may have fewer heads than q."""
 
     q: Tensor
     k: Tensor
@@ -86,7 +87,11 @@ class CallSignature:
         pruned: whether keys that provably do not matter may be skipped.
         deterministic: whether torch uses deterministic algorithms.
         rounded: whether products of float32 matrices may be rounded to TF32.
-        documents: whether several documents share a row, and each query sees only its own document.
+        documents: whether several documents or blocks share a row, and each query sees only its own.
+        window: upper bound of the number of keys that a query sees in its window: 32, 128, 512, …; 0 without one.
+        softcap: whether content logits are capped.
+        null_logit: whether a query may attend to nothing.
+        query_groups: query heads that share a key head.
     """
 
     dtype: str
@@ -103,12 +108,19 @@ class CallSignature:
     deterministic: bool
     rounded: bool
     documents: bool = False
+    window: int = 0
+    softcap: bool = False
+    null_logit: bool = False
+    query_groups: int = 1
 
     def __str__(self) -> str:
         """Describe the signature in words; different signatures have different words."""
         flags = ("learned", "padded", "training", "dropout", "pruned", "deterministic", "rounded", "documents")
         words = [self.dtype, f"head width {self.head_width}", f"bias: {self.bias}", f"spacing: {self.spacing}"]
         words += [f"queries: {self.queries}", f"up to {self.keys} keys"]
+        words += [f"a window of up to {self.window}"] * (self.window > 0) + ["softcap"] * self.softcap
+        words += ["null logit"] * self.null_logit
+        words += [f"{self.query_groups} query heads per key head"] * (self.query_groups > 1)
         return ", ".join([*words, *(flag for flag in flags if getattr(self, flag))])
 
 
@@ -118,9 +130,7 @@ def call_signature(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout
     grads = torch.is_grad_enabled()
     learned = grads and plan.bias_may_need_grad
     is_even = is_evenly_spaced(bias, pos) if isinstance(bias, ToeplitzBias) else pos.contiguous and pos.step is not None
-    keys = MIN_KEYS
-    while keys < m:
-        keys *= 4
+    has_window = plan.window is not None and plan.window < m
     dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
     return CallSignature(
         dtype=dtypes[0] if len({*dtypes}) == 1 else "/".join(dtypes),
@@ -130,14 +140,26 @@ def call_signature(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout
         spacing="even" if is_even else "any" if pos.step is None else "steps",
         padded=plan.padding is not None,
         queries="all" if n == m else "one" if n == 1 else "some",
-        keys=keys,
+        keys=_length_class(m, MIN_KEYS),
         training=grads and (learned or any(x.requires_grad for x in (q, k, v))),
         dropout=dropout > 0,
         pruned=plan.prune > 0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         rounded=q.dtype == torch.float32 and _allows_tf32(),
         documents=plan.last_query is not None,
+        window=_length_class(plan.window, MIN_WINDOW) if has_window and plan.window is not None else 0,
+        softcap=plan.softcap > 0,
+        null_logit=plan.null_logit is not None,
+        query_groups=q.shape[1] // k.shape[1],
     )
+
+
+def _length_class(tokens: int, least: int) -> int:
+    """Return the upper bound of the class of a number of tokens: ``least``, 4·least, 16·least, …."""
+    bound = least
+    while bound < tokens:
+        bound *= 4
+    return bound
 
 
 def _bias_name(bias: Bias | None) -> str:

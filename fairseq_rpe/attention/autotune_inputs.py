@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.attention.prune import BLOCK
@@ -29,6 +30,7 @@ PRUNED_SIZE = 4 * BLOCK + 3  # queries of a pruned sample: some keys are far eno
 PAIRS = 1 << 20  # largest number of queries times keys of a sample with fewer queries than keys
 ROWS = 2  # rows of a sample's batch
 HIDDEN_KEYS = 5  # keys that padding hides in the first row of a padded sample
+MAX_WINDOW = 100  # largest window of a sample, which hides keys from most of its queries
 
 # tolerance of outputs and gradients, relative to the largest value or 1
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -41,8 +43,8 @@ class RecordedCall:
 
     Attributes:
         q: (B, H, n, D).
-        k: (B, H, m, D).
-        v: (B, H, m, D).
+        k: (B, G, m, D).
+        v: (B, G, m, D).
         plan: plan that the backend is called with.
         dropout: probability of dropping an attention weight.
         leaves: tensors whose gradients are needed; none: forward only.
@@ -77,9 +79,8 @@ class RecordedCall:
 def copy_call(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> RecordedCall:
     """Return the call itself on copies. Functions of positions stay, without gradients of what they use."""
     bias, leaves = _copy_bias(plan.bias)
-    return _record_call(
-        _copy_leaf(q), _copy_leaf(k), _copy_leaf(v), replace(plan, bias=bias, backend=None), dropout, leaves
-    )
+    copy = replace(plan, bias=bias, null_logit=_copy_null_logit(plan), backend=None)
+    return _record_call(_copy_leaf(q), _copy_leaf(k), _copy_leaf(v), copy, dropout, leaves)
 
 
 def sample_call(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> RecordedCall:
@@ -113,8 +114,22 @@ def sample_call(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: f
     if isinstance(plan.bias, ScaledDistanceBias) and isinstance(sample.bias, ScaledDistanceBias):
         query_scale = _scale_from_first_token(plan.bias.query_scale, plan.padding, size)
         sample = replace(sample, bias=replace(sample.bias, query_scale=query_scale))
-    bias, leaves = _sample_bias(sample)
-    return _record_call(*inputs, replace(sample, bias=bias), dropout, leaves)
+    bias, leaves = _sample_bias(_narrow_window(sample))
+    sample = replace(_narrow_window(sample), bias=bias, null_logit=_copy_null_logit(plan))
+    return _record_call(*inputs, sample, dropout, leaves)
+
+
+def _narrow_window(plan: AttentionPlan) -> AttentionPlan:
+    """Return a plan whose window is at most ``MAX_WINDOW`` keys; only the window of a table changes."""
+    bias = plan.bias
+    if plan.window is None or plan.window <= MAX_WINDOW or not isinstance(bias, ToeplitzBias):
+        return plan
+    table = F.pad(bias.columns(MAX_WINDOW), (0, 1), value=float("-inf"))
+    return replace(plan, bias=ToeplitzBias(table, step=bias.step), window=MAX_WINDOW)
+
+
+def _copy_null_logit(plan: AttentionPlan) -> Tensor | None:
+    return None if plan.null_logit is None else _copy_leaf(plan.null_logit)
 
 
 def _sample_positions(pos: Positions) -> Positions:
@@ -177,11 +192,13 @@ def deviation(actual: list[Tensor], expected: list[Tensor], tolerance: float, pl
 def _record_call(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, leaves: tuple[Tensor, ...]
 ) -> RecordedCall:
-    """Return the call with a random gradient of its output, 0 at padded queries; ``leaves`` are those of the bias."""
+    """Return the call with a random gradient of its output, 0 at padded queries; ``leaves`` are those of its bias."""
     generator = torch.Generator(device=q.device).manual_seed(1)
     grad = torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)
     if plan.padding is not None:
         grad.masked_fill_(plan.padding[:, None, -q.shape[2] :, None], 0.0)
+    if plan.null_logit is not None:
+        leaves = (plan.null_logit, *leaves)
     return RecordedCall(q, k, v, plan, dropout, tuple(x for x in (q, k, v, *leaves) if x.requires_grad), grad)
 
 

@@ -45,8 +45,8 @@ class Backend:
         Args:
             q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set. The queries are the last n of the m
                 tokens.
-            k: (B, H, m, D), rotated as q is.
-            v: (B, H, m, D).
+            k: (B, G, m, D), rotated as q is. G divides H, and query head h reads key head h // (H / G).
+            v: (B, G, m, D).
             plan: positions, bias, padding, pruning and hooks for the n queries and m keys.
             dropout: probability of dropping an attention weight.
 

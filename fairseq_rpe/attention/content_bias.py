@@ -1,4 +1,4 @@
-"""Attention with a content-dependent bias in blocks of queries: O(block·n) memory, forward and backward.
+"""Attention in blocks of queries, for biases that depend on the content and for windows: O(block·n) memory.
 
 Plain torch operations compute each block once in the forward pass, and again with gradients in the backward pass. The
 gradients of a block are added in place to those of the whole tensors. Autograd would create a tensor of zeros of full
@@ -21,6 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionPlan, Tensor | None], Tensor
 ELEMENTS = 1 << 20  # scores of a block on a CPU, whose cache holds a few such matrices
 DEVICE_ELEMENTS = 1 << 26  # scores of a block elsewhere, where small operations are expensive
 MIN_ROWS = 16  # least number of queries of a block
+WINDOW_ROWS = 128  # queries of a block with a window, which sees the window and as many keys besides
 MAX_ROWS = 256  # largest number of queries of a block with fewer than all heads
 
 
@@ -33,16 +34,18 @@ def attend_in_blocks(
         q: (B, H, n, D), rotated; the queries are the last n of the m tokens.
         k: (B, H, m, D), rotated.
         v: (B, H, m, D).
-        plan: positions, bias and hooks for all n queries and m keys.
+        plan: positions, bias and hooks for all n queries and m keys; its null logit has no gradient.
         dropout: probability of dropping an attention weight.
         seed: seed of the dropout mask, see ``dropout.keep_block``.
-        attend: function of (q, k, v, plan, keep) that computes a block: some queries and the keys up to the last.
+        attend: function of (q, k, v, plan, keep) that computes a block: some queries and the keys that they may see.
 
     Returns:
         (B, H, n, D).
     """
     batch, heads, n, _ = q.shape
     rows, block_heads = _block_size(q, k, plan.transform_scores is not None, dropout > 0)
+    if plan.window is not None and plan.window < n:
+        rows, block_heads = WINDOW_ROWS, heads
     if rows >= n and block_heads >= heads:  # one block, whose graph may stay in memory
         shape = batch, heads, n, k.shape[2]
         return attend(q, k, v, plan, keep_block(seed, 0, n, shape, dropout, q.device) if dropout > 0 else None)
@@ -124,9 +127,7 @@ class _Blocks:
 
     def slices(self, tensors: tuple[Tensor, ...], rows: slice, heads: slice) -> list[Tensor]:
         """Return the slice of each tensor that a block reads."""
-        _, _, n, m = self.shape
-        # the queries are the last n tokens, and the block reads the keys up to its last query
-        token_slices = {"rows": rows, "keys": slice(m - n + rows.stop)}
+        token_slices = {"rows": rows, "keys": self.plan.visible_keys(rows.start, rows.stop)}
         sliced = []
         for x, kind in zip(tensors, self.kinds, strict=True):
             if kind in token_slices:
@@ -143,11 +144,13 @@ class _Blocks:
         bias = None if self.plan.bias is None else self.plan.bias.tree_unflatten(remaining)
         values = self.plan.relative_values
         values = None if values is None else replace(values, vectors=next(remaining))
-        plan = replace(self.plan, bias=None).slice_queries(rows.start, rows.stop)
+        keys = self.plan.visible_keys(rows.start, rows.stop)
+        plan = replace(self.plan, bias=None).select(rows, keys)
         plan = replace(plan, bias=bias, relative_values=values)
         keep = None
         if self.dropout > 0:
-            keep = keep_block(self.seed, rows.start, rows.stop, self.shape, self.dropout, q.device)[:, heads]
+            keep = keep_block(self.seed, rows.start, rows.stop, self.shape, self.dropout, q.device)
+            keep = keep[:, heads, :, keys.start :]
         return self.attend(q, k, v, plan, keep)
 
 

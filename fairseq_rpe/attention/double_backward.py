@@ -103,7 +103,16 @@ class _Gradients(torch.autograd.Function):
         return None, None, None, None, grad_grad, *(next(remaining) if need else None for need in ctx.needs)
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None = None) -> Tensor:
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    null_logit: Tensor | None = None,
+) -> Tensor:
     """Compute softmax(q·kᵀ/sqrt(D) + bias) v by plain torch operations, in O(n·m) memory.
 
     Args:
@@ -112,13 +121,22 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: 
         v: (B, H, m, D).
         bias: broadcasts to (B, H, n, m), or None; -inf where a query does not see a key. Each query sees some key.
         keep: (B, H, n, m) scaled dropout mask, or None.
+        softcap: c of c·tanh(s/c), which replaces q·kᵀ/sqrt(D); 0: none.
+        null_logit: (H,) logits of a key with value 0 that every query sees, or None.
 
     Returns:
         (B, H, n, D) in v's dtype, computed in float32 or better.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).mT) * q.shape[3] ** -0.5  # (B, H, n, m)
-    weights = (scores if bias is None else scores + bias).softmax(-1)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores if bias is None else scores + bias
+    if null_logit is None:
+        weights = scores.softmax(-1)
+    else:
+        null = null_logit.to(wide)[:, None, None].expand(*scores.shape[:3], 1)  # (B, H, n, 1)
+        weights = torch.cat([scores, null], -1).softmax(-1)[..., :-1]
     weights = weights if keep is None else weights * keep
     return torch.matmul(weights, v.to(wide)).to(v.dtype)
 

@@ -1,8 +1,8 @@
 """Attention through torch's FlexAttention: bias and mask as functions of (batch, head, query, key).
 
 On CUDA it is compiled, once for all lengths, into one kernel that reads tables or computes a bias for each pair, and
-skips hidden blocks; gradients of learned tables and parameters are those of captured tensors. On the CPU the same
-functions run unfused, in O(n²) memory: a check of the functions rather than a fast path.
+skips hidden blocks, also those outside a window. Gradients of learned tables and parameters are those of captured
+tensors. On the CPU the same functions run unfused, in O(n²) memory: a check of the functions rather than a fast path.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental import _config as shapes
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.core.bias import (
@@ -42,9 +42,9 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
 
     Args:
         q: (B, H, n, D); the queries are the last n of the m tokens.
-        k: (B, H, m, D).
-        v: (B, H, m, D).
-        plan: positions, bias, padding and documents of the n queries and m keys.
+        k: (B, G, m, D). G divides H, and query head h reads key head h // (H / G).
+        v: (B, G, m, D).
+        plan: positions, bias, visibility, softcap and null logit of the n queries and m keys.
         dropout: must be 0.
 
     Returns:
@@ -58,12 +58,35 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
     dtype = q.dtype
     if not q.is_cuda:  # unfused, FlexAttention would round the scores to half precision
         q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+        if not torch.is_grad_enabled():  # torch refuses inputs with requires_grad even where no graph is recorded
+            q, k, v = q.detach(), k.detach(), v.detach()
     # beyond the limit, fullgraph makes torch raise an error instead of silently falling back to O(n²) memory; "duck
     # shapes" would compile sizes that happen to be equal (a batch of 2, 2 blocks) as one, and again where they differ
     settings = torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
+    call: dict[str, Any] = {"score_mod": score_mod(plan, q.shape[0]), "block_mask": _mask(plan, q, k)}
+    if q.shape[1] != k.shape[1]:
+        call["enable_gqa"] = True
+    if plan.null_logit is not None:
+        call["return_aux"] = AuxRequest(lse=True)
     with settings, shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # added at run time by torch
-        out = _compile_for(q.device.type)(q, k, v, score_mod=score_mod(plan, q.shape[0]), block_mask=_mask(plan, q, k))
+        out = _compile_for(q.device.type)(q, k, v, **call)
+    if plan.null_logit is not None:
+        out, aux = out
+        out = _scale_by_share(out, aux.lse, plan.null_logit)
     return out.to(dtype)
+
+
+def _scale_by_share(out: Tensor, lse: Tensor, null_logit: Tensor) -> Tensor:
+    """Return the output of a softmax that has a further key with value 0.
+
+    Args:
+        out: (B, H, n, D), output without that key.
+        lse: (B, H, n), log-sum-exp of the other keys.
+        null_logit: (H,), logits of that key.
+    """
+    # the other keys have exp(lse) / (exp(lse) + exp(null_logit)) of the weights
+    share = (lse - null_logit[:, None].to(lse.dtype)).sigmoid()
+    return out * share[..., None].to(out.dtype)
 
 
 def refusal_reason(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> str | None:
@@ -133,14 +156,18 @@ def _compile_for(device: str) -> Callable[..., Any]:
 
 
 def _mask(plan: AttentionPlan, q: Tensor, k: Tensor) -> BlockMask:
-    """Return the block mask of causality, padding and documents."""
+    """Return the block mask of causality, padding, documents and windows."""
     n, m = q.shape[2], k.shape[2]
     last = plan.visible_until
     if last is None:
-        return _causal_mask(n, m, q.device)
+        return _causal_mask(n, m, q.device, plan.window)
+    last = last.expand(len(q), -1).contiguous()  # (B, m): the mask's function gets the index of the row
     # query i is token i + shift; a tensor, since a changed Python number would compile the kernel again
     shift = torch.full((), m - n, device=q.device)
     first = None if plan.last_query is None else _first_blocks(plan.last_query, n)
+    if plan.window is not None:
+        first_in_window = _first_blocks_of_window(n, m, q.device, plan.window)[None]
+        first = first_in_window if first is None else torch.maximum(first, first_in_window)
     return _block_mask(
         n,
         m,
@@ -164,11 +191,18 @@ def _first_blocks(last: Tensor, n: int) -> Tensor:
     return torch.searchsorted(last.contiguous(), begin.expand(len(last), -1).contiguous(), out_int32=True) // BLOCK
 
 
+def _first_blocks_of_window(n: int, m: int, device: torch.device, window: int) -> Tensor:
+    """Return (blocks,) int32, the first block of keys that each block of the last n of m tokens sees in its window."""
+    begin = torch.arange(m - n, m, BLOCK, dtype=torch.int32, device=device)
+    return (begin - (window - 1)).clamp_min(0) // BLOCK
+
+
 @functools.lru_cache(maxsize=CACHED_MASKS)
-def _causal_mask(n: int, m: int, device: torch.device) -> BlockMask:
-    """Return the causal block mask of the last n of m tokens."""
+def _causal_mask(n: int, m: int, device: torch.device, window: int | None = None) -> BlockMask:
+    """Return the causal block mask of the last n of m tokens, without the blocks outside their window."""
     shift = torch.full((), m - n, device=device)
-    return _block_mask(n, m, device, lambda b, h, i, j: j <= i + shift, skip_mask_below=True)
+    first = None if window is None else _first_blocks_of_window(n, m, device, window)[None]
+    return _block_mask(n, m, device, lambda b, h, i, j: j <= i + shift, skip_mask_below=True, first=first)
 
 
 def _block_mask(
@@ -186,30 +220,24 @@ def _block_mask(
         m: number of keys.
         device: device of the mask's tensors.
         visible: function of (batch, head, query, key) indices.
-        skip_mask_below: whether blocks below the diagonal are entirely visible, so that ``visible`` is not evaluated.
-        first: first visible block of keys, as :func:`_first_blocks` returns it; None: the row's first block.
+        skip_mask_below: whether ``visible`` is true in all blocks below the diagonal, and so is not evaluated there.
+        first: (B or 1, blocks) first block of keys that is read, for each block of queries; None: the row's first.
     """
     begin = torch.arange(0, n, BLOCK, dtype=torch.int32, device=device)  # first query of each block
     seen = (torch.clamp(begin + BLOCK, max=n) - 1 + m - n) // BLOCK + 1  # blocks of keys, up to the block's last query
     # blocks of keys that all queries of the block see entirely
     full = (begin + m - n + 1) // BLOCK if skip_mask_below else torch.zeros_like(begin)
     full = torch.where(begin + BLOCK <= n, full, 0)  # an incomplete last block is evaluated
+    first = torch.zeros_like(begin)[None] if first is None else first
+    full = torch.maximum(full, first)  # (B or 1, blocks), end of the blocks that are not evaluated
     blocks = torch.arange(-(-m // BLOCK), dtype=torch.int32, device=device)
     # from_kv_blocks takes, for each block of queries, how many blocks of keys to read and their indices, these first;
     # the modulo rotates the list of all blocks so that it begins with them
-    if first is not None:
-        return BlockMask.from_kv_blocks(
-            (seen - first)[:, None],
-            ((first[:, :, None] + blocks) % len(blocks))[:, None],
-            BLOCK_SIZE=BLOCK,
-            mask_mod=visible,
-            seq_lengths=(n, m),
-        )
     return BlockMask.from_kv_blocks(
-        (seen - full)[None, None],
-        ((full[:, None] + blocks) % len(blocks))[None, None],
-        full[None, None],
-        blocks.expand(len(begin), -1)[None, None],
+        (seen - full)[:, None],
+        ((full[:, :, None] + blocks) % len(blocks))[:, None],
+        (full - first)[:, None],
+        ((first[:, :, None] + blocks) % len(blocks))[:, None],
         BLOCK_SIZE=BLOCK,
         mask_mod=visible,
         seq_lengths=(n, m),
@@ -217,5 +245,17 @@ def _block_mask(
 
 
 def score_mod(plan: AttentionPlan, batch: int) -> ScoreMod | None:
-    """Return the function that adds the bias of ``plan`` to a score, for ``batch`` rows; None without a bias."""
-    return bias_score_mod(plan.bias, plan.positions, batch, plan.padding, plan.last_query)
+    """Return the function that changes a score as ``plan`` says, for ``batch`` rows; None if it stays as it is.
+
+    The function applies the softcap and adds the bias.
+    """
+    add_bias = bias_score_mod(plan.bias, plan.positions, batch, plan.padding, plan.last_query)
+    if not plan.softcap:
+        return add_bias
+    cap = torch.full((), plan.softcap, device=plan.positions.k.device)  # a tensor, as ``shift`` of a mask
+
+    def cap_and_add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = cap * (score / cap).tanh()
+        return score if add_bias is None else add_bias(score, b, h, i, j)
+
+    return cap_and_add_bias

@@ -1,5 +1,6 @@
 """One attention layer's forward: derive positions, plan the call, rotate queries and keys, run a backend."""
 
+import math
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.attention.backends import Backend
+from fairseq_rpe.attention.key_heads import repeat_key_heads
 from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.attention.scaled_distance_bias import last_row_bias
 from fairseq_rpe.core.bias import Bias, PiecewiseLinear, ScaledDistanceBias, ToeplitzBias, add_biases
@@ -113,14 +115,18 @@ def build_plan(
         bias_cache: cache of the text that is being decoded, which is read and filled; None: no caching.
         last_query: (B, m) int64, as :func:`positions_from_documents` returns it, or None for one document per row.
     """
+    options = encoding.attention_options
     with without_autocast(positions.k):
         positions = encoding.prepare_positions(positions)
         if bias_cache is None:
-            bias = encoding.position_bias(positions)
+            bias = encoding.attention_bias(positions)
         else:
             bias = _cached_bias(encoding, positions, bias_cache)
         relative_values = encoding.relative_values(positions)
         rotate, rotation_regions = encoding.rotation(positions), encoding.rotation_regions(positions)
+        query_scale = None if encoding.query_scale is None else encoding.query_scale(positions)
+    if options.block:
+        last_query = _hide_other_blocks(positions, options.block, last_query)
     parameters: tuple[Tensor, ...] = ()
     if encoding.transform_scores is not None:
         parameters = tuple(p for p in encoding.parameters() if p.requires_grad)
@@ -141,7 +147,30 @@ def build_plan(
         value=encoding.value if encoding.changes_values else None,
         rotation_regions=rotation_regions,
         last_query=last_query,
+        query_scale=query_scale,
+        softcap=options.softcap,
+        null_logit=encoding.null_logits(positions.k),
+        window=_index_window(positions, options.local) if options.local else None,
     )
+
+
+def _index_window(positions: Positions, window: int) -> int | None:
+    """Return the smallest distance by index at which no key is visible; None if positions do not decide it."""
+    if not positions.contiguous or positions.step is None:
+        return None
+    return math.ceil(window / positions.step)
+
+
+def _hide_other_blocks(positions: Positions, size: int, last_query: Tensor | None) -> Tensor:
+    """Return for each key the index (B or 1, m) of the last query in its block of ``size`` positions.
+
+    Args:
+        positions: positions of the tokens.
+        size: number of positions of a block.
+        last_query: (B, m) index of the last query that may see each key for other reasons, or None.
+    """
+    _, block_end = positions_from_documents(torch.floor(positions.k / size).long())
+    return block_end if last_query is None else torch.minimum(block_end, last_query)
 
 
 def _cached_bias(encoding: Encoding, positions: Positions, bias_cache: BiasCache) -> Bias | None:
@@ -153,10 +182,10 @@ def _cached_bias(encoding: Encoding, positions: Positions, bias_cache: BiasCache
     ``id(encoding)`` stays unique.
     """
     if torch.is_grad_enabled() or not positions.contiguous or positions.step is None:
-        return encoding.position_bias(positions)
+        return encoding.attention_bias(positions)
     if encoding.is_distance_bias:
         return _cached_distance_bias(encoding, positions, positions.step, bias_cache)
-    bias = encoding.position_bias(positions)
+    bias = encoding.attention_bias(positions)
     if isinstance(bias, ScaledDistanceBias) and positions.q.shape[1] == 1 and positions.k.device.type == "cpu":
         return _cached_single_query_bias(encoding, bias, bias_cache)
     return bias
@@ -173,19 +202,23 @@ def _cached_single_query_bias(encoding: Encoding, bias: ScaledDistanceBias, bias
 def _cached_distance_bias(encoding: Encoding, positions: Positions, step: float, bias_cache: BiasCache) -> Bias | None:
     """Return a bias of the distance with a cached table.
 
-    A table that is too short for m keys is replaced by one for 2m, so that it is rarely computed. A table of another
-    step or dtype, or on another device, stays in the cache, and the bias is computed without it.
+    A table that is too short for m keys is replaced by one for 2m, so that it is rarely computed. One that ends with a
+    window needs no more columns. A table of another step or dtype, or on another device, stays in the cache, and the
+    bias is computed without it.
     """
     cached = bias_cache.get(id(encoding))
     m, like = positions.k.shape[1], positions.k
-    if not isinstance(cached, ToeplitzBias) or (cached.step == step and cached.table.shape[1] < m):
+    needed_columns = m
+    if (window := encoding.attention_options.local) > 0:
+        needed_columns = min(m, math.ceil(window / step) + 1)  # the last one hides all keys from there on
+    if not isinstance(cached, ToeplitzBias) or (cached.step == step and cached.table.shape[1] < needed_columns):
         # positions of 2m tokens, of which the last is the query: all distances that the table may need
         ahead = torch.arange(2 * m, device=like.device, dtype=like.dtype)[None] * step  # (1, 2m)
-        bias = encoding.position_bias(Positions(ahead[:, -1:], ahead, step))
+        bias = encoding.attention_bias(Positions(ahead[:, -1:], ahead, step))
         assert isinstance(bias, ToeplitzBias)
         cached = bias_cache[id(encoding)] = bias
     is_valid = (cached.step, cached.table.dtype, cached.table.device) == (step, like.dtype, like.device)
-    return cached if is_valid else encoding.position_bias(positions)
+    return cached if is_valid else encoding.attention_bias(positions)
 
 
 def rotate_keys(k: Tensor, plan: AttentionPlan) -> Tensor:
@@ -210,8 +243,9 @@ def run_attention(
 
     Args:
         q: (B, H, n, D), not rotated.
-        k: (B, H, m, D), not rotated, unless ``plan.keys_rotated``.
-        v: (B, H, m, D).
+        k: (B, G, m, D), not rotated, unless ``plan.keys_rotated``. G divides H, and query head h reads key head h // g,
+            g = H / G. Keys are not repeated in memory unless the encoding reads queries or keys besides q·k.
+        v: (B, G, m, D).
         plan: plan of the layer, as :func:`build_plan` returns it.
         dropout: probability of dropping an attention weight.
         features: (B, H, m, E), as :func:`compute_token_features` returns them; None for most encodings.
@@ -222,6 +256,9 @@ def run_attention(
     Raises:
         UserError: documents share rows that the encoding cannot rotate in one call, or the backend refuses the call.
     """
+    if q.shape[2] < k.shape[2] and plan.needed_keys.start:  # decoding with a window or blocks
+        keys, plan = plan.needed_keys, plan.with_needed_keys
+        k, v, features = k[:, :, keys], v[:, :, keys], None if features is None else features[:, :, keys]
     n, m = q.shape[2], k.shape[2]
     size = n if plan.max_queries_per_call is None else plan.max_queries_per_call(plan.positions, q.dtype)
     with without_autocast(q):
@@ -252,6 +289,9 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def _run_chunk(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, features: Tensor | None) -> Tensor:
     """Rotate and attend in one call; the arguments are those of :func:`run_attention`."""
+    if plan.query_scale is not None:
+        # in float32 or better, as bfloat16 would round ln i
+        q = (q * plan.query_scale).to(q.dtype)
     # with rotation regions the backend rotates q and k, once for each region
     if plan.rotate is not None and plan.rotation_regions is None:
         q = plan.rotate(q, plan.positions.q, plan.positions)
@@ -260,6 +300,9 @@ def _run_chunk(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: fl
     if plan.value is not None:
         v = plan.value(v, plan.positions)
     assert plan.backend is not None
+    if plan.is_content_dependent or plan.content_bias is not None or plan.rotation_regions is not None:
+        # hooks that read queries and keys have as many heads of both
+        k, v = (repeat_key_heads(x, q.shape[1]) for x in (k, v))
     return plan.backend(q, k, v, with_content_bias(q, k, plan, features), dropout)
 
 

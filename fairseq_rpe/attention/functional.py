@@ -57,8 +57,9 @@ def attend(
 
     Args:
         q: (B, H, n, D), neither scaled nor rotated.
-        k: (B, H, m, D), in q's dtype and on q's device.
-        v: (B, H, m, D), likewise.
+        k: (B, G, m, D), in q's dtype and on q's device. G divides H: with fewer key heads than query heads, query head
+            h reads key head h // (H / G).
+        v: (B, G, m, D), likewise.
         encoding: what ``fairseq_rpe.build(spec, heads=H, width=H·D)`` returns, or the spec itself, such as
             ``"alibi"``, if it has no learned parameters. An absolute encoding does nothing in attention:
             ``encoding.embed`` adds its vectors at a model's input.

@@ -38,8 +38,13 @@ class AttentionPlan:
         transform_parameters: parameters that ``transform_scores`` uses.
         value: function of (values, positions), or None; a cache stores values before it.
         rotation_regions: regions whose pairs are rotated differently, or None; the backend then rotates q and k.
-        last_query: (B, m) int64, the index of the last query that may see each key, if documents share a row; None: the
-            row's last query. Indices count the row's tokens, and queries are the last n of them.
+        last_query: (B or 1, m) int64, the index of the last query that may see each key, if documents or blocks share a
+            row; None: the row's last query. Indices count the row's tokens, and queries are the last n of them.
+        query_scale: (B or 1, H or 1, n or 1, 1) factors of the queries, or None; ``run_attention`` applies them.
+        softcap: c of c·tanh(s/c), which replaces the content logits s; 0: none.
+        null_logit: (H,) logits of a key without a value that every query sees, or None.
+        window: no query sees a key that is this number of tokens or more before it, by index; None: unknown. The bias
+            hides such keys, so a backend may leave them out, or ignore this.
     """
 
     positions: Positions
@@ -58,6 +63,10 @@ class AttentionPlan:
     value: Callable[[Tensor, Positions], Tensor] | None = None
     rotation_regions: tuple[RotationRegion, ...] | None = None
     last_query: Tensor | None = None
+    query_scale: Tensor | None = None
+    softcap: float = 0.0
+    null_logit: Tensor | None = None
+    window: int | None = None
 
     @property
     def is_content_dependent(self) -> bool:
@@ -82,6 +91,11 @@ class AttentionPlan:
         """Whether ``sdpa`` is the only backend on a GPU that serves this plan."""
         return self.is_content_dependent or self.rotation_regions is not None
 
+    @property
+    def changes_softmax(self) -> bool:
+        """Whether attention is more than the softmax of q·k plus a bias: it has a softcap or a null logit."""
+        return self.softcap > 0 or self.null_logit is not None
+
     @cached_property
     def fully_padded_rows(self) -> Tensor | None:
         """(B, 1, 1, 1) bool, True at rows that are padding alone; None without padding."""
@@ -97,7 +111,7 @@ class AttentionPlan:
         m = pos.k.shape[1]
         row: Tensor | None = None
         if isinstance(bias, ToeplitzBias) and is_evenly_spaced(bias, pos):
-            row = table_by_distance(bias, m).flip(1)[None, :, None]  # (1, H, 1, m)
+            row = bias.columns(m).flip(1)[None, :, None]  # (1, H, 1, m)
         elif bias is not None:
             row = bias.materialize(pos, slice(-1, None)).contiguous()  # (B or 1, H, 1, m)
         if self.padding is None or self.fully_padded_rows is None:
@@ -111,7 +125,7 @@ class AttentionPlan:
         """(1, H, n, n) bias of the distance, -inf in the future, without its gradient; for short texts."""
         assert isinstance(self.bias, ToeplitzBias)
         n = self.positions.q.shape[1]
-        return dense_from_table(table_by_distance(self.bias, n).detach())[None]
+        return dense_from_table(self.bias.columns(n).detach())[None]
 
     @cached_property
     def key_ranges(self) -> list["KeyRange"]:
@@ -121,7 +135,7 @@ class AttentionPlan:
 
     @cached_property
     def visible_until(self) -> Tensor | None:
-        """(B, m) int32 index of the last query that sees each key, -1 at padding; None if the last query sees all."""
+        """(B or 1, m) int32 last query that sees each key, -1 at padding; None if the row's last query sees all."""
         if self.last_query is None and self.padding is None:
             return None
         if self.last_query is not None:
@@ -148,17 +162,76 @@ class AttentionPlan:
 
     def slice_queries(self, start: int, stop: int) -> Self:
         """Return the plan of queries ``start`` … ``stop`` - 1 and of the keys up to the last of them."""
+        num_keys = self.positions.k.shape[1] - self.positions.q.shape[1] + stop
+        return self.select(slice(start, stop), slice(0, num_keys))
+
+    def visible_keys(self, start: int, stop: int) -> slice:
+        """Return the keys, by index, that queries ``start`` … ``stop`` - 1 may see: the past, within the window."""
+        before = self.positions.k.shape[1] - self.positions.q.shape[1]  # keys before the first query
+        first = 0 if self.window is None else max(0, before + start - self.window + 1)
+        return slice(first, before + stop)
+
+    @cached_property
+    def needed_keys(self) -> slice:
+        """The keys that any query may see, by index."""
+        n, m = self.positions.q.shape[1], self.positions.k.shape[1]
+        first = self.visible_keys(0, n).start
+        if n < m and self.last_query is not None and self.last_query.device.type == "cpu":  # waits for no other
+            is_seen = (self.last_query >= m - n).any(0)  # (m,)
+            first = max(first, int(is_seen.int().argmax()))
+        return slice(first, m)
+
+    @cached_property
+    def with_needed_keys(self) -> Self:
+        """The plan of the same queries and of ``needed_keys`` alone."""
+        plan = self.select(slice(None), self.needed_keys)
+        last_token = plan.positions.k.shape[1] - 1
+        if plan.last_query is not None and self.needed_keys.start and bool((plan.last_query >= last_token).all()):
+            plan = replace(plan, last_query=None)  # every query sees all keys before it
+        return plan
+
+    def split_by_key_head(self, groups: int) -> list[Self]:
+        """Return the plans of the query heads 0, g, 2g, …, of 1, g + 1, …, up to g - 1, with g = ``groups``.
+
+        Query head h reads key head h // g, so each plan has one query head for each key head.
+        """
+        plans: dict[int, list[Self]] = self.__dict__.setdefault("_plans_by_groups", {})
+        if groups not in plans:
+            plans[groups] = [self._select_heads(slice(first, None, groups)) for first in range(groups)]
+        return plans[groups]
+
+    def _select_heads(self, heads: slice) -> Self:
+        """Return the plan of some query heads, of a plan without hooks that read scores or queries."""
+        bias = None if self.bias is None else self.bias.select_heads(heads)
+        null_logit = None if self.null_logit is None else self.null_logit[heads]
+        return replace(self, bias=bias, null_logit=null_logit)
+
+    def select(self, queries: slice, keys: slice) -> Self:
+        """Return the plan of some queries and keys.
+
+        Args:
+            queries: the queries, by index.
+            keys: the keys, by index, with start and stop; the last of them is the last query.
+        """
         pos = self.positions
-        keys = pos.k.shape[1] - pos.q.shape[1] + stop
-        bias = None if self.bias is None else self.bias.slice_queries(slice(start, stop), keys)
-        padding = None if self.padding is None else self.padding[:, :keys]
-        last_query = None if self.last_query is None else self.last_query[:, :keys]
-        tokens = None if pos.tokens is None else pos.tokens[:, :keys]
-        regions = self.rotation_regions and tuple(
-            x.select(slice(start, stop), slice(keys)) for x in self.rotation_regions
+        bias = None if self.bias is None else self.bias.select(queries, keys)
+        padding = None if self.padding is None else self.padding[:, keys]
+        # indices of queries count from the first key
+        last_query = None if self.last_query is None else self.last_query[:, keys] - keys.start
+        tokens = None if pos.tokens is None else pos.tokens[:, keys]
+        regions = self.rotation_regions and tuple(x.select(queries, keys) for x in self.rotation_regions)
+        scale = self.query_scale
+        if scale is not None and scale.shape[2] > 1:
+            scale = scale[:, :, queries]
+        return replace(
+            self,
+            positions=replace(pos, q=pos.q[:, queries], k=pos.k[:, keys], tokens=tokens),
+            bias=bias,
+            padding=padding,
+            rotation_regions=regions,
+            last_query=last_query,
+            query_scale=scale,
         )
-        pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :keys], tokens=tokens)
-        return replace(self, positions=pos, bias=bias, padding=padding, rotation_regions=regions, last_query=last_query)
 
 
 def dense_from_table(table: Tensor) -> Tensor:
@@ -169,15 +242,8 @@ def dense_from_table(table: Tensor) -> Tensor:
     return vector.as_strided((heads, n, n), (2 * n, 1, 1)).flip(1)
 
 
-def table_by_distance(bias: ToeplitzBias, n: int) -> Tensor:
-    """Return the table (H, n) of distances 0 … n-1 steps; beyond the bias's table it repeats the last column."""
-    table = bias.table[:, bias.origin : bias.origin + n]
-    missing = n - table.shape[1]
-    return torch.cat([table, bias.table[:, -1:].expand(-1, missing)], dim=1) if missing else table
-
-
 def is_evenly_spaced(bias: ToeplitzBias, pos: Positions) -> bool:
-    """Return whether indices alone decide a pair's column of the table, as in :func:`table_by_distance`."""
+    """Return whether indices alone decide a pair's column of the table, as in ``ToeplitzBias.columns``."""
     return pos.contiguous and pos.step == bias.step
 
 

@@ -63,11 +63,14 @@ def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout:
         dropout: probability of dropping an attention weight.
 
     Raises:
-        UserError: several documents share a row, the plan has no bias of the distance, or this is training.
+        UserError: several documents or blocks share a row, the plan has no bias of the distance, it has a softcap or a
+            null logit, or this is training.
     """
     check_eps(plan.prune)
     if plan.last_query is not None:
-        raise UserError("attention of separate documents in one row is not pruned: evaluate without pruning")
+        raise UserError("attention of separate documents or blocks in one row is not pruned: evaluate without pruning")
+    if plan.changes_softmax:
+        raise UserError("the bound of pruning does not cover softcap and null_logit: evaluate without pruning")
     if not isinstance(plan.bias, ToeplitzBias):
         raise UserError("pruning needs a bias of the distance at evenly spaced positions: evaluate without it")
     if dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, plan.bias.table))):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.attention.dropout import draw_seed, keep_block
+from fairseq_rpe.attention.key_heads import repeat_key_heads
 from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.core.bias import Bias, RelativeValues, table_index
 from fairseq_rpe.core.errors import UserError
@@ -19,12 +20,15 @@ from fairseq_rpe.core.positions import Positions
 def reference(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
     """Compute softmax(q·kᵀ / sqrt(D) + bias) v, causal, in float32 or better with an n×m matrix.
 
+    A plan may also replace the content logits s = q·kᵀ / sqrt(D) by c·tanh(s/c) (``softcap``), and add a key with value
+    0 and a logit of its own (``null_logit``) to the softmax.
+
     Args:
         q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set; the queries are the last n of the m tokens.
-        k: (B, H, m, D), rotated as q is.
-        v: (B, H, m, D).
-        plan: positions, bias and padding of the n queries and m keys, and the encoding's ``transform_scores`` and
-            ``relative_values``.
+        k: (B, G, m, D), rotated as q is. G divides H, and query head h reads key head h // (H / G).
+        v: (B, G, m, D).
+        plan: positions, bias, padding, softcap and null logit of the n queries and m keys, and the encoding's
+            ``transform_scores`` and ``relative_values``.
         dropout: probability of dropping an attention weight; 0 outside training.
 
     Returns:
@@ -55,7 +59,7 @@ def weighted_sum(
 
     Args:
         weights: (B, H, n, m).
-        v: (B, H, m, D).
+        v: (B, G, m, D).
         keep: (B, H, n, m) dropout mask, 0 or 1/(1-p) for each weight, or None.
         plan: positions of the n queries and m keys, and the relative values, if any.
         sum_values: faster equivalent of :func:`sum_relative_values`, with the same arguments; None: that function.
@@ -64,7 +68,7 @@ def weighted_sum(
         (B, H, n, D) in v's dtype.
     """
     weights = weights if keep is None else weights * keep
-    out = torch.matmul(weights, v.to(weights.dtype))
+    out = torch.matmul(weights, repeat_key_heads(v, weights.shape[1]).to(weights.dtype))
     if plan.relative_values is not None:
         out = out + (sum_values or sum_relative_values)(weights, plan.relative_values, plan)
     return out.to(v.dtype)
@@ -100,19 +104,23 @@ def attention_scores(
 ) -> Tensor:
     """Return q·kᵀ / sqrt(D) + bias (B, H, n, m) in float32 or better; -inf where a query does not see a key.
 
+    The softcap applies to q·kᵀ / sqrt(D), before the bias is added.
+
     Args:
         q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set.
-        k: (B, H, m, D), rotated as q is.
+        k: (B, G, m, D), rotated as q is.
         plan: positions, bias, visibility and ``transform_scores`` of the n queries and m keys.
         materialize: function of (bias, positions) that returns the dense bias (B or 1, H or 1, n, m), such as a faster
             equivalent of ``bias.materialize``, the default.
     """
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide, k = torch.promote_types(q.dtype, torch.float32), repeat_key_heads(k, q.shape[1])
     if plan.rotation_regions is None:
         scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
     else:
         scores = scores_by_region(q.to(wide), k.to(wide), plan)
+    if plan.softcap:
+        scores = plan.softcap * (scores / plan.softcap).tanh()
     if plan.bias is not None:
         scores = scores + materialize(plan.bias, plan.positions).to(wide)
     hidden = ~plan.visibility(n, m, q.device)  # (B or 1, 1, n, m)
@@ -149,8 +157,14 @@ def scores_by_region(q: Tensor, k: Tensor, plan: AttentionPlan) -> Tensor:
 def attention_weights(
     q: Tensor, k: Tensor, plan: AttentionPlan, materialize: Callable[[Bias, Positions], Tensor] = _materialize
 ) -> Tensor:
-    """Return the softmax (B, H, n, m) of :func:`attention_scores` of these arguments; 0 where a query sees no key."""
+    """Return the softmax (B, H, n, m) of :func:`attention_scores` of these arguments; 0 where a query sees no key.
+
+    With a null logit the weights of a query add up to less than 1.
+    """
     scores = attention_scores(q, k, plan, materialize)
+    if plan.null_logit is not None:
+        null = plan.null_logit.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)  # (B, H, n, 1)
+        return torch.cat([scores, null], dim=-1).softmax(dim=-1)[..., :-1]
     # the softmax of a row of -inf is NaN, so such a row is replaced by zeros before it and set to 0 after it
     empty = (scores == float("-inf")).all(dim=-1, keepdim=True)  # (B, H, n, 1)
     return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_rpe.attention.content_bias import attend_in_blocks
+from fairseq_rpe.attention.content_bias import WINDOW_ROWS, attend_in_blocks
 from fairseq_rpe.attention.double_backward import contiguous_rows, fused_attention
 from fairseq_rpe.attention.dropout import ROWS, draw_seed, keep_block
-from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced, table_by_distance
+from fairseq_rpe.attention.key_heads import attend_by_key_head
+from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced
 from fairseq_rpe.attention.prune import check_pruning, pruned_attention
 from fairseq_rpe.attention.reference import attention_weights, weighted_sum
 from fairseq_rpe.attention.region_attention import attend_by_region
@@ -23,6 +24,7 @@ from fairseq_rpe.attention.relative_shift import materialize_fast, sum_relative_
 from fairseq_rpe.attention.scaled_distance_bias import ScaledDistanceBlocks, visible_pieces
 from fairseq_rpe.attention.toeplitz_attention import DENSE_TOKENS, BlockAttention
 from fairseq_rpe.attention.toeplitz_blocks import ToeplitzBlocks
+from fairseq_rpe.attention.window_attention import has_window_blocks, window_attention
 from fairseq_rpe.core.bias import Bias, ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
@@ -39,8 +41,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
 
     Args:
         q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set; the queries are the last n of the m tokens.
-        k: (B, H, m, D), rotated as q is.
-        v: (B, H, m, D).
+        k: (B, G, m, D), rotated as q is. G divides H, and query head h reads key head h // (H / G).
+        v: (B, G, m, D).
         plan: positions, bias, padding, pruning and hooks for the n queries and m keys.
         dropout: probability of dropping an attention weight.
 
@@ -51,17 +53,21 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
         UserError: the plan asks for pruning without a Toeplitz bias, in training or not on a CPU. Padded rows and
             single queries are computed exactly instead.
     """
+    if q.shape[1] != k.shape[1] and not _has_single_query(q, plan, dropout):
+        return attend_by_key_head(sdpa, q, k, v, plan, dropout)
     if plan.rotation_regions is not None and not plan.prune:
         return attend_by_region(q, k, v, plan, dropout)
     n, m = q.shape[2], k.shape[2]
     if plan.last_query is not None and _splits_documents(q, plan, dropout):
         return _attend_by_document(q, k, v, plan)
+    if not plan.prune and has_window_blocks(q, k, plan, dropout):
+        return window_attention(q, k, v, plan)
     block_bias = _block_bias(plan, n, m)
     if plan.prune:
         _check_pruning_on_cpu(q, k, v, plan, dropout)
     if block_bias is None:
-        single = n == 1 and dropout == 0 and plan.transform_scores is None and plan.relative_values is None
-        return (_attend_single_query if single else _attend_in_blocks)(q, k, v, plan, dropout)
+        attend = _attend_single_query if _has_single_query(q, plan, dropout) else _attend_in_blocks
+        return attend(q, k, v, plan, dropout)
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     if plan.prune:
         (table,) = block_bias.tensors
@@ -118,10 +124,12 @@ def _block_bias(plan: AttentionPlan, n: int, m: int) -> _BlockBias | None:
     bias = plan.bias
     if plan.padding is not None or plan.last_query is not None or n != m or n == 1 or plan.is_content_dependent:
         return None
+    if plan.changes_softmax or (plan.window is not None and plan.window < n and not plan.prune):
+        return None
     if bias is None:
         return _BlockBias(ToeplitzBlocks, ())
     if isinstance(bias, ToeplitzBias) and is_evenly_spaced(bias, plan.positions):
-        return _BlockBias(ToeplitzBlocks, (table_by_distance(bias, n),))
+        return _BlockBias(ToeplitzBlocks, (bias.columns(n),))
     if isinstance(bias, ScaledDistanceBias) and len(bias.query_scale) == 1 and n >= MIN_CURVE_TOKENS:
         pieces = visible_pieces(bias, plan)
         lines = pieces.value, pieces.slope, bias.distance_values, bias.query_scale[0]
@@ -151,15 +159,16 @@ def _attend_by_document(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) ->
         pieces = visible_pieces(bias, plan)  # once, for all documents
         plan = replace(plan, bias=replace(bias, make_pieces=lambda top: pieces))
     outputs = []
+    is_shared = len(plan.document_slices) == 1  # all rows have the same documents
     for row, documents in enumerate(plan.document_slices):
-        row_q, row_k, row_v = (x[row : row + 1] for x in (q, k, v))  # (1, H, n, D)
+        row_q, row_k, row_v = (x if is_shared else x[row : row + 1] for x in (q, k, v))  # (B or 1, H, n, D)
         parts = [_attend_to_document(row_q, row_k, row_v, plan, row, tokens) for tokens in documents]
         outputs.append(torch.cat(parts, dim=2))
     return torch.cat(outputs)
 
 
 def _attend_to_document(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, row: int, tokens: slice) -> Tensor:
-    """Return the output (1, H, tokens, D) of one document, from q, k and v (1, H, n, D) of its row."""
+    """Return the output of one document, from q, k and v (B or 1, H, n, D) of the rows that have it."""
     pos, bias = plan.positions, plan.bias
     row_slice = slice(row, row + 1)
     document_bias: Bias | None = bias
@@ -172,14 +181,28 @@ def _attend_to_document(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, ro
     return sdpa(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], document_plan)
 
 
+def _has_single_query(q: Tensor, plan: AttentionPlan, dropout: float) -> bool:
+    """Return whether :func:`_attend_single_query` serves a call: its bias is one row, and nothing needs the weights."""
+    needs_weights = dropout > 0 or plan.changes_softmax
+    needs_weights = needs_weights or plan.transform_scores is not None or plan.relative_values is not None
+    return q.shape[2] == 1 and not needs_weights and plan.last_query is None and plan.rotation_regions is None
+
+
 def _attend_single_query(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
-    """Attend with one query, the last token, as in decoding: its bias is one row, which layers share."""
+    """Attend with one query, the last token, as in decoding: its bias is one row, which layers share.
+
+    The query heads (B, H, 1, D) that share a key head are computed as its queries, (B, G, r, D).
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     # CUDA requires the bias in q's dtype, and half precision would round it too coarsely
     if q.is_cuda and q.dtype != wide and plan.last_query_bias is not None:
-        return _attend_in_blocks(q, k, v, plan, dropout)
+        return attend_by_key_head(_attend_in_blocks, q, k, v, plan, dropout)
     mask = None if plan.last_query_bias is None else plan.last_query_bias.to(wide)
-    out = fused_attention(contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), mask)
+    by_key_head = k.shape[1], -1  # sizes of the axes of the key heads and of the query heads of each
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask[:, :, 0].unflatten(1, by_key_head)  # (B or 1, G, r, m)
+    queries = contiguous_rows(q[:, :, 0].unflatten(1, by_key_head))
+    out = fused_attention(queries, contiguous_rows(k), contiguous_rows(v), mask).flatten(1, 2)[:, :, None]
     return out if plan.fully_padded_rows is None else out.masked_fill(plan.fully_padded_rows, 0.0)
 
 
@@ -187,16 +210,21 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, drop
     """Attend with any bias, padding and number of queries; the backward pass recomputes each block's bias."""
     n, m = q.shape[2], k.shape[2]
     seed = draw_seed() if dropout > 0 else 0
-    if plan.is_content_dependent and (plan.bias is None or plan.bias.tree_flatten() is not None):
+    has_window = plan.window is not None and plan.window < m
+    has_tensors = plan.bias is None or plan.bias.tree_flatten() is not None
+    if (plan.is_content_dependent or has_window) and has_tensors and plan.null_logit is None:
         return attend_in_blocks(q, k, v, plan, dropout, seed, _attend_block)
     pairs = PAIR_ELEMENTS if q.device.type == "cpu" else DEVICE_PAIR_ELEMENTS
-    rows = max(ROWS, pairs // m // ROWS * ROWS)
+    rows = max(ROWS, WINDOW_ROWS if has_window else pairs // m // ROWS * ROWS)
 
     def attend(start: int) -> Tensor:
         stop = min(start + rows, n)
-        keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device) if dropout > 0 else None
-        keys = slice(m - n + stop)
-        return _attend_block(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], plan.slice_queries(start, stop), keep)
+        keys = plan.visible_keys(start, stop)
+        keep = None
+        if dropout > 0:
+            keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device)[..., keys.start :]
+        block_plan = plan.select(slice(start, stop), keys)
+        return _attend_block(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], block_plan, keep)
 
     if n <= rows:
         return attend(0)
@@ -209,6 +237,7 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, keep: Te
     """Attend with the queries of a block (B, H, R, D) and all keys that they may see (B, H, K, D)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     needs_weights = keep is not None or plan.transform_scores is not None or plan.relative_values is not None
+    needs_weights = needs_weights or plan.changes_softmax
     # CUDA requires the bias in q's dtype, and half precision would round it too coarsely
     if needs_weights or (q.is_cuda and q.dtype != wide):
         return weighted_sum(attention_weights(q, k, plan, materialize_fast), v, keep, plan, sum_relative_values_fast)

@@ -16,7 +16,7 @@ MAX_DISTANCES = 1 << 24  # largest distance, in a table of all distances between
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> None:
-    """Check shapes, dtypes and devices of q (B, H, n, D), k and v (B, H, m, D) and padding (B, m).
+    """Check shapes, dtypes and devices of q (B, H, n, D), k and v (B, G, m, D) and padding (B, m).
 
     Raises:
         UserError: they do not fit each other.
@@ -28,8 +28,11 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Non
         raise UserError(f"q, k and v are (batch, heads, tokens, head width), none of them 0; these are {shown}")
     batch, heads, n, width = q.shape
     m = k.shape[2]
-    if k.shape != v.shape or k.shape != (batch, heads, m, width):
-        raise UserError(f"q, k and v differ in more than q's tokens: {shown}; repeat keys that heads share")
+    key_heads = k.shape[1]
+    if k.shape != v.shape or k.shape != (batch, key_heads, m, width):
+        raise UserError(f"q, k and v differ in more than q's tokens and heads: {shown}")
+    if not key_heads or heads % key_heads:
+        raise UserError(f"{key_heads} key heads do not divide {heads} query heads: {shown}; repeat keys as needed")
     if n > m:
         raise UserError(f"{n} queries and {m} keys: the queries are the last of the tokens, so give all keys")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or q.dtype not in FLOAT_DTYPES:

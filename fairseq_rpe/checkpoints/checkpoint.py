@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairseq_rpe.checkpoints.checkpoint_file import damaged_error, read_file
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import is_pattern
 from fairseq_rpe.core.tensors import FLOAT_DTYPES
 from fairseq_rpe.utils.files import vocabulary_digest
 
@@ -21,7 +22,7 @@ _INTEGER_DTYPES = (torch.int32, torch.int64, torch.uint8, torch.bool)  # of buff
 _MAX_VALUES, _MAX_DEPTH = 100_000, 20
 _MAX_TIED = 4  # tensors that may share memory; tied input and output embeddings are two
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_ENCODING = "decoder.encodings."
+ENCODING_PREFIX = "decoder.encodings."  # of the names of an encoding's weights
 _MAX_LENGTH = 2**31 - 1
 # setting that determines the size of a model or the length of a text -> smallest and largest value
 _RANGES = {
@@ -31,6 +32,9 @@ _RANGES = {
     "decoder_input_dim": (1, 2**20),
     "decoder_output_dim": (1, 2**20),
     "decoder_attention_heads": (1, 4096),
+    "kv_heads": (1, 4096),
+    "head_dim": (1, 2**16),
+    "ffn_multiple": (1, 2**24),
     "rpe_train_length": (0, _MAX_LENGTH),
     "tokens_per_sample": (0, _MAX_LENGTH),
     "max_target_positions": (0, _MAX_LENGTH),
@@ -39,7 +43,7 @@ _RANGES = {
 }
 # setting -> name of the tensors ({}: each layer) that have it as a dimension, and the axis
 _SHAPES = {
-    "decoder_embed_dim": ("decoder.layers.{}.self_attn.q_proj.weight", 0),
+    "decoder_embed_dim": ("decoder.layers.{}.self_attn.q_proj.weight", 1),
     "decoder_ffn_embed_dim": ("decoder.layers.{}.fc1.weight", 0),
     "decoder_input_dim": ("decoder.embed_tokens.weight", 1),
     "decoder_output_dim": ("decoder.output_projection.weight", 1),
@@ -58,7 +62,8 @@ class Checkpoint:
         task: Settings of the task; in old checkpoints, ``model`` and ``task`` are the same settings.
         weights: Weights of the model by name.
         optimizer_history: An entry per optimizer; None in old checkpoints, which have no history.
-        encoding_weights: Weights of each encoding by name: one encoding per model, or one per layer.
+        encoding_weights: Weights of each encoding by name: one encoding per model, or one per layer. In a pattern of
+            layers, those of each instance; the entry of an encoding without parameters is empty, or missing at the end.
     """
 
     path: Path
@@ -78,6 +83,11 @@ class Checkpoint:
         """Return the training length in tokens, or None if the checkpoint does not record it."""
         length = self.model.get("rpe_train_length") or self.task.get("tokens_per_sample")
         return length if isinstance(length, int) else None
+
+    def head_width(self) -> int | None:
+        """Return the width of an attention head, or None if it is the model width divided by the heads."""
+        width = self.model.get("head_dim")
+        return width if isinstance(width, int) else None
 
     def integer_setting(self, key: str) -> int:
         """Return an integer setting of the model.
@@ -126,8 +136,9 @@ def check_model_size(checkpoint: Checkpoint) -> None:
     model, num_weights = checkpoint.model, sum(tensor.numel() for tensor in checkpoint.weights.values())
     layers = _number(model.get("decoder_layers"))
     width, inner = _number(model.get("decoder_embed_dim")), _number(model.get("decoder_ffn_embed_dim"))
-    # a lower bound: a decoder with these settings has about 4·width² + 2·width·inner weights per layer
-    if layers * width * (width + inner) > num_weights:
+    heads_width = _number(model.get("decoder_attention_heads")) * (checkpoint.head_width() or 0) or width
+    # a lower bound: a decoder with these settings has at least 2·width·(heads_width + inner) weights per layer
+    if layers * width * (heads_width + inner) > num_weights:
         raise UserError(
             f"checkpoint {checkpoint.path} is refused: its settings say {layers} layers of width {width} and {inner}, "
             f"its weights are {num_weights} numbers"
@@ -359,21 +370,24 @@ def _check_layers(path: Path, model: Mapping[str, object], weights: Mapping[str,
 def _encoding_weights(
     path: Path, model: Mapping[str, object], weights: Mapping[str, Tensor]
 ) -> tuple[Mapping[str, Tensor], ...]:
-    """Return the weights of each encoding by name: one encoding per model, or one per layer."""
+    """Return the weights of each encoding by name: one encoding per model or one per layer, or those of a pattern."""
     encodings: dict[str, dict[str, Tensor]] = {}
     for key, value in weights.items():
-        if key.startswith(_ENCODING):
-            index, _, name = key.removeprefix(_ENCODING).partition(".")
+        if key.startswith(ENCODING_PREFIX):
+            index, _, name = key.removeprefix(ENCODING_PREFIX).partition(".")
             encodings.setdefault(index, {})[name] = value
-    indices = set(map(str, range(len(encodings))))
+    layers = _number(model.get("decoder_layers"))
+    # in a pattern of layers, encodings without parameters have no weights
+    has_gaps = is_pattern(str(model.get("rpe", "")))
+    indices = set(map(str, range(layers if has_gaps else len(encodings))))
     for index in encodings:
         if index not in indices:
             count = len(encodings)
             raise UserError(f"checkpoint {path} is refused: its encodings are {count}, one of them {index[:40]!r}")
-    layers = _number(model.get("decoder_layers"))
-    if layers and len(encodings) > 1 and len(encodings) != layers:
+    if layers and len(encodings) > 1 and len(encodings) != layers and not has_gaps:
         raise _contradiction(path, "decoder_layers", layers, f"{len(encodings)} encodings")
-    return tuple(encodings[str(index)] for index in range(len(encodings)))
+    count = max(map(int, encodings), default=-1) + 1
+    return tuple(encodings.get(str(index), {}) for index in range(count))
 
 
 def dtype_mismatch(model: Mapping[str, Tensor], weights: Mapping[str, object]) -> str | None:

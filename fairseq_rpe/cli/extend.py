@@ -4,11 +4,9 @@ import argparse
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_figure_width, add_latex, add_no_cache, int_list, positive_int
-from fairseq_rpe.cli.training_options import SHORT_WARMUP, add_settings, stated_settings
+from fairseq_rpe.cli.train import SHORT_WARMUP, add_settings, stated_settings
+from fairseq_rpe.runs.training_config import SETTINGS, TrainingConfig
 
-_SETTINGS = ("rpe", "positions_train", "positions_eval", "updates", "batch_sentences", "lr", "warmup", "schedule")
-_SETTINGS += ("min_lr", "betas", "weight_decay", "clip_norm", "update_freq", "nproc", "attention_backend", "device")
-_SETTINGS += ("rpe_module", "save_every", "seed")
 # where the default or the meaning differs from that of ``train``
 _HELP = {
     "tokens": "length N of the fine-tuning texts in tokens",
@@ -39,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = "lengths to evaluate and the training length (default: doubled from the old to the new length)"
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
     parser.add_argument("--split", default="test", help="split to score (default: test)")
-    add_settings(parser, _SETTINGS, _HELP)
+    add_settings(parser, [name for name, s in SETTINGS.items() if s.is_extension_option], _HELP)
     add_no_cache(parser)
     add_figure_width(parser)
     add_latex(parser)
@@ -48,8 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run ``extend``."""
-    from fairseq_rpe.reports.external_results import write_report
-    from fairseq_rpe.runs.training_config import TrainingConfig
+    from fairseq_rpe.reports.external_results import write_extension_report
     from fairseq_rpe.sweeps import context_extension
 
     config = TrainingConfig(**{"rpe": "", **stated_settings(args)})
@@ -57,4 +54,5 @@ def run(args: argparse.Namespace) -> None:
     results = context_extension.run_extension(extension)
     title = f"{args.finetune_from}, from {extension.original_length} to {args.tokens} tokens"
     layout = {"width": args.figure_width, "latex": args.latex}
-    print(write_report(results, args.out, extension.original_length, title=title, **layout).text)
+    folder, length = extension.folder, extension.original_length
+    print(write_extension_report(results, folder, length, title=title, **layout).text)

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("the same sweep is named twice: leave one out")
     folders = [SweepFolder(path) for path in args.sweeps]
     for folder in folders:
-        report = report_files.ReportFiles(folder, check_delta(folder, args.delta))
+        report = report_files.ReportFiles.from_sweep(folder, check_delta(folder, args.delta))
         files = [*report.files, *([report.latex] if args.latex else [])]
         check_output_folder(folder.path, flag="sweep")
         if args.out is not None and args.out.resolve() in [path.resolve() for path in files]:

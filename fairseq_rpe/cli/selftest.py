@@ -14,13 +14,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``selftest``."""
     parser.description = (
         "Compute attention with every encoding, backend and dtype, and compare it with the float64 reference. The "
-        "cases are forward, backward, left padding, one query with cached keys, and unevenly spaced positions. Print "
-        "times, and errors as multiples of the tolerance (1 is the limit). Combinations that a backend does not support"
-        " are not failures."
+        "cases are forward, backward, left padding, one query with cached keys, unevenly spaced positions, and one key "
+        "head for all query heads. Print times, and errors as multiples of the tolerance (1 is the limit). "
+        "Combinations that a backend does not support are not failures."
     )
-    parser.add_argument(
-        "--encodings", type=spec_list, default=(), metavar='"SPEC ..."', help="encodings to check (default: all)"
-    )
+    about = "encodings to check (default: all, and a few with attention options)"
+    parser.add_argument("--encodings", type=spec_list, default=(), metavar='"SPEC ..."', help=about)
     parser.add_argument(
         "--backends", type=spec_list, default=("all",), metavar='"NAME ..."', help="backends to check (default: all)"
     )

@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_no_cache, int_list, positive_int, processes, seed_list, spec_list
-from fairseq_rpe.cli.training_options import SWEEP_SETTINGS, add_settings, stated_settings
+from fairseq_rpe.cli.train import add_fairseq_flags, add_settings, stated_settings
 from fairseq_rpe.core.errors import UserError, require_fairseq
 from fairseq_rpe.data.folder import check_not_data
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.runs.run_folder import check_no_run
-from fairseq_rpe.runs.training_config import TrainingConfig
+from fairseq_rpe.runs.training_config import SETTINGS, TrainingConfig
 from fairseq_rpe.sweeps import recipes, run_sweep, slurm
-from fairseq_rpe.sweeps.inputs import load_inputs
-from fairseq_rpe.sweeps.resolve import Sweep, build_sweep
+from fairseq_rpe.sweeps.resolve import Sweep, build_sweep, load_inputs
+from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.sweeps.sweep_record import SweepFolder
 from fairseq_rpe.utils.files import exclusive_lock
 from fairseq_rpe.utils.json_files import read_json_lines
@@ -71,10 +71,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="setting of submitit for --launcher slurm (may be repeated): partition, account, timeout_min, "
         "cpus_per_task, mem_gb, constraint, additional_parameters.X …",
     )
-    add_settings(parser, SWEEP_SETTINGS)
+    add_settings(parser, [name for name, s in SETTINGS.items() if s.in_sweep])
     add_no_cache(parser)
-    parser.epilog = "Flags of fairseq-train may follow after a separate --"
-    parser.set_defaults(extra=(), load_now=False)
+    add_fairseq_flags(parser)
 
 
 def _slurm_setting(text: str) -> tuple[str, str]:
@@ -126,8 +125,9 @@ def run(args: argparse.Namespace) -> int:
         from fairseq_rpe.sweeps import preflight
 
         without_bias = preflight.encodings_without_bias(sweep)
-    runs = sweep.kind.build_runs(sweep, inputs, without_bias)
-    sweep.kind.check_lengths(sweep, runs)
+    kind = sweep_kind(sweep.kind)
+    runs = kind.build_runs(sweep, inputs, without_bias)
+    kind.check_lengths(sweep, runs)
     if args.launcher == "dry-run":
         from fairseq_rpe.sweeps import preflight
 

@@ -63,12 +63,15 @@ def exact_fields(args: argparse.Namespace) -> tuple[list[list[Any]], dict[str, A
     """Return table and curves of TRF as Eq. 22 defines it; print which heads have none."""
     from fairseq_rpe.analysis import verdict_tables
 
-    sources = {title: verdict_tables.head_verdicts(source) for title, source in select_sources(args).items()}
+    selected = select_sources(args)
+    sources = {title: verdict_tables.head_verdicts(source) for title, source in selected.items()}
     fields = {title: verdict_tables.field_curves(rows) for title, rows in sources.items()}
     for title, field in fields.items():
         if field.without:
             heads = f"{field.without} of {len(sources[title])} heads"
             print(f"{title}: no TRF for {heads}: no finite sum is known (fairseq-rpe verdict)")
+        for line in verdict_tables.stack_lines(selected[title], sources[title]):
+            print(f"{title}: {line}")
         if field.cut:
             print(f"{title}: fields beyond 10^{verdict_tables.MAX_LOG10_DRAWN} keys are in the table only")
     return verdict_tables.field_cells(sources), {title: field.curves for title, field in fields.items()}

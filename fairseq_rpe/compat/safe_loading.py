@@ -16,9 +16,9 @@ from fairseq_rpe.compat.flags import is_replaced, overrides
 from fairseq_rpe.compat.monkeypatch import patch
 from fairseq_rpe.compat.safe_literals import evaluate_literal, replace_eval
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.encodings.from_checkpoint import restore_encodings
+from fairseq_rpe.encodings.from_checkpoint import rename_encoding_weights, restore_encodings
 from fairseq_rpe.encodings.model_rotation import complete_spec_for_checkpoint
-from fairseq_rpe.encodings.rope_extrapolation import check_trained_rotation, is_region_rope
+from fairseq_rpe.encodings.rope_extrapolation import check_trained_rotation
 
 
 @patch(utils, "_broadcast_object_slow")
@@ -40,7 +40,8 @@ def load_weights_only(original: Any, path: str, arg_overrides: Any = None, *args
     that replaces the checkpoint's takes over its rotation.
     """
     saved = checkpoint.load_checkpoint(Path(path))
-    if arg_overrides and "rpe" in arg_overrides and "rpe" in saved.model:
+    replaces_encoding = bool(arg_overrides) and "rpe" in arg_overrides and "rpe" in saved.model
+    if replaces_encoding:
         completed = complete_spec_for_checkpoint(str(arg_overrides["rpe"]), str(saved.model["rpe"]))
         arg_overrides = {**arg_overrides, "rpe": completed}
     _check(saved, arg_overrides or {})
@@ -48,6 +49,8 @@ def load_weights_only(original: Any, path: str, arg_overrides: Any = None, *args
         state = original(path, arg_overrides, *args, **kwargs)
     except KeyError as error:
         raise UserError(f"{path} is not a fairseq checkpoint: it lacks {error}") from None
+    if replaces_encoding:
+        state["model"] = rename_encoding_weights(saved, str(arg_overrides["rpe"]), state["model"])
     replace_eval()  # again, because loading a task may have imported further modules of fairseq
     model = (state.get("cfg") or {}).get("model") or {}
     settings = vars(model) if isinstance(model, Namespace) else model
@@ -67,8 +70,8 @@ def _check(state: Checkpoint, changed: Mapping[str, object]) -> None:
     checkpoint.check_model_size(state)
     if "rpe" in state.model and "rpe" not in changed:
         restore_encodings(state)
-    elif "rpe" in state.model and is_region_rope(new_spec := str(changed["rpe"])):
-        check_trained_rotation(new_spec, str(state.model["rpe"]))
+    elif "rpe" in state.model:
+        check_trained_rotation(str(changed["rpe"]), str(state.model["rpe"]))
 
 
 @patch(BaseFairseqModel, "load_state_dict")

@@ -40,23 +40,31 @@ class BiasTerm:
         """
         raise NotImplementedError
 
-    def slice_queries(self, queries: slice, num_keys: int) -> Self:
-        """Return the bias of some queries and the first ``num_keys`` keys.
+    def select(self, queries: slice, keys: slice) -> Self:
+        """Return the bias of some queries and keys.
 
         Args:
             queries: The queries, by index.
-            num_keys: Number of keys; the queries see no later ones.
+            keys: The keys, by index; the last of them is the last query.
 
         Returns:
             A bias of the same type; tables by distance stay whole.
         """
-        slice_of_kind = {"rows": queries, "keys": slice(num_keys)}
+        slice_of_kind = {"rows": queries, "keys": keys}
         sliced = {
             name: getattr(self, name)[:, :, slice_of_kind[kind]]
             for name, kind in (self._tensor_kinds or {}).items()
             if kind in slice_of_kind
         }
         return replace(self, **sliced) if sliced else self  # type: ignore[type-var]
+
+    def select_heads(self, heads: slice) -> "Bias":
+        """Return the bias of some heads; a tensor with one entry for all heads stays as it is."""
+        tensors = self.tree_flatten()
+        if tensors is None:
+            raise NotImplementedError
+        axes = {"rows": 1, "keys": 1, "table": 0}
+        return self.tree_unflatten(iter([_select(x, heads, axes[kind]) for x, kind in tensors]))  # type: ignore[return-value]
 
     def tree_flatten(self) -> list[tuple[Tensor, str]] | None:
         """Return the tensors of the bias, each with its kind, or None for functions and dense biases.
@@ -108,6 +116,12 @@ class ToeplitzBias(DistanceTable, BiasTerm):
     _table_field: ClassVar[str] = "table"
     table: Tensor
 
+    def columns(self, n: int) -> Tensor:
+        """Return the columns (H, n) of distances 0 … n-1 steps; beyond the table they repeat its last column."""
+        table = self.table[:, self.origin : self.origin + n]
+        missing = n - table.shape[1]
+        return torch.cat([table, self.table[:, -1:].expand(-1, missing)], dim=1) if missing else table
+
     def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
         """Gather the table at the index distance of each pair."""
         # (H, B or 1, queries, keys) -> (B or 1, H, queries, keys)
@@ -131,6 +145,15 @@ class PairBias(BiasTerm):
         """Call the function with the positions of the block."""
         return self.fn(pos.q[:, queries], pos.k[:, keys], *self.aux)
 
+    def select_heads(self, heads: slice) -> "Bias":
+        """Return the function of some heads, which computes all of them."""
+        return replace(self, fn=self._fn_of_heads(heads))
+
+    def _fn_of_heads(self, heads: slice) -> Callable[..., Tensor]:
+        """Return ``fn`` restricted to some heads."""
+        fn = self.fn
+        return lambda i, j, *aux: _select(fn(i, j, *aux), heads, 1)
+
 
 @dataclass(frozen=True)
 class PointwiseBias(PairBias):
@@ -147,6 +170,11 @@ class PointwiseBias(PairBias):
 
     scalar_fn: Callable[..., Tensor] = field(kw_only=True)
     parameters: tuple[Tensor, ...] = field(kw_only=True)
+
+    def select_heads(self, heads: slice) -> "Bias":
+        """Return the function with the parameters of some heads."""
+        parameters = tuple(x[heads] for x in self.parameters)
+        return replace(self, fn=self._fn_of_heads(heads), parameters=parameters)
 
 
 @dataclass(frozen=True)
@@ -184,9 +212,20 @@ class ScaledDistanceBias(PairBias):
     query_scale: Tensor = field(kw_only=True)
     make_pieces: Callable[[float], PiecewiseLinear] = field(kw_only=True)
 
-    def slice_queries(self, queries: slice, num_keys: int) -> Self:
+    def select(self, queries: slice, keys: slice) -> Self:
         """Slice the values by distance and the scales of the queries."""
-        return replace(self, distance_values=self.distance_values[:num_keys], query_scale=self.query_scale[:, queries])
+        values = self.distance_values[: keys.stop - (keys.start or 0)]
+        return replace(self, distance_values=values, query_scale=self.query_scale[:, queries])
+
+    def select_heads(self, heads: slice) -> "Bias":
+        """Return the function, and its pieces, of some heads."""
+        make_pieces = self.make_pieces
+
+        def make_pieces_of_heads(largest: float) -> PiecewiseLinear:
+            pieces = make_pieces(largest)
+            return replace(pieces, value=_select(pieces.value, heads, 0), slope=_select(pieces.slope, heads, 0))
+
+        return replace(self, fn=self._fn_of_heads(heads), make_pieces=make_pieces_of_heads)
 
     def pieces_in_range(
         self, pos: Positions, padding: Tensor | None = None, last_query: Tensor | None = None
@@ -243,9 +282,13 @@ class DenseBias(BiasTerm):
         """Slice the dense bias."""
         return self.bias[:, :, queries, keys]
 
-    def slice_queries(self, queries: slice, num_keys: int) -> Self:
+    def select_heads(self, heads: slice) -> "Bias":
         """Slice the dense bias."""
-        return replace(self, bias=self.bias[:, :, queries, :num_keys])
+        return replace(self, bias=_select(self.bias, heads, 1))
+
+    def select(self, queries: slice, keys: slice) -> Self:
+        """Slice the dense bias."""
+        return replace(self, bias=self.bias[:, :, queries, keys])
 
 
 @dataclass(frozen=True)
@@ -351,9 +394,13 @@ class SumBias(BiasTerm):
         """Add the dense terms."""
         return functools.reduce(torch.add, (term.materialize(pos, queries, keys) for term in self.terms))
 
-    def slice_queries(self, queries: slice, num_keys: int) -> Self:
+    def select_heads(self, heads: slice) -> "Bias":
+        """Select the heads of every term."""
+        return replace(self, terms=tuple(term.select_heads(heads) for term in self.terms))
+
+    def select(self, queries: slice, keys: slice) -> Self:
         """Slice every term."""
-        return replace(self, terms=tuple(term.slice_queries(queries, num_keys) for term in self.terms))
+        return replace(self, terms=tuple(term.select(queries, keys) for term in self.terms))
 
     def tree_flatten(self) -> list[tuple[Tensor, str]] | None:
         """Return the tensors of all terms, or None if a term has none."""
@@ -386,6 +433,11 @@ Bias = ToeplitzBias | PairBias | TokenBias | QueryTableBias | KeyTableBias | Que
 
 ContentBias = TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias
 """Types of bias that may depend on the contents of the tokens."""
+
+
+def _select(x: Tensor, heads: slice, axis: int) -> Tensor:
+    """Return some heads of a tensor; one that has a single entry for all heads stays as it is."""
+    return x if x.shape[axis] == 1 else x[(slice(None),) * axis + (heads,)]
 
 
 def add_biases(first: Bias | None, second: Bias | None) -> Bias | None:

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from fairseq_rpe.core.arguments import describe_value
 from fairseq_rpe.core.errors import UserError, shorten_path
+from fairseq_rpe.core.layer_pattern import is_pattern, normalise_pattern
 from fairseq_rpe.core.looks import RegisteredLook, make_look
 from fairseq_rpe.core.spec import Option, canonical, configure, did_you_mean, list_options, parse
 
@@ -54,10 +55,20 @@ class Registry(Generic[T]):
         kind: Kind of the classes, such as "encoding", for messages.
         group: Entry-point group that is loaded before a name is looked up.
         hint: End of the message about an unknown name.
+        configure: Function of a class's ``Config``, the name and the options as text that returns the config.
+        has_patterns: Whether a model may have different ones in its layers, so that patterns of layers are valid.
     """
 
-    def __init__(self, kind: str, group: str, hint: str = "") -> None:
-        self.kind, self.group, self.hint = kind, group, hint
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        hint: str = "",
+        configure: Callable[[type, str, dict[str, str]], Any] = configure,
+        has_patterns: bool = False,
+    ) -> None:
+        self.kind, self.group, self.hint, self._configure = kind, group, hint, configure
+        self.has_patterns = has_patterns
         self._table: dict[str, T] = {}
         self._looks: dict[str, RegisteredLook | None] = {}
         self._entry_points_loaded = False
@@ -121,18 +132,24 @@ class Registry(Generic[T]):
             The class, its name and its config.
 
         Raises:
-            UserError: The spec is malformed, its name is unknown, or an option is wrong.
+            UserError: The spec is malformed, its name is unknown, an option is wrong, or it is a pattern of layers.
         """
+        if is_pattern(spec):
+            raise UserError(f"'{spec}' is a pattern of layers, and one {self.kind} is expected here: name one spec")
         name, options = parse(spec)
         cls: Any = self.get(name)
-        return cls, name, configure(cls.Config, name, options)
+        return cls, name, self._configure(cls.Config, name, options)
 
     def normalise(self, spec: str) -> str:
         """Return the canonical form of a spec: without defaults, with values in one spelling.
 
+        A registry with ``has_patterns`` also takes a pattern of layers; see ``layer_pattern.normalise_pattern``.
+
         Raises:
-            UserError: As :meth:`resolve`.
+            UserError: As :meth:`resolve`, or the pattern is malformed.
         """
+        if self.has_patterns and is_pattern(spec):
+            return normalise_pattern(spec, self.normalise)
         _, name, config = self.resolve(spec)
         return canonical(name, config)
 

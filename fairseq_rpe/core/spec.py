@@ -118,13 +118,14 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
     return name, options
 
 
-def configure(config: type, name: str, options: dict[str, str]) -> Any:
+def configure(config: type, name: str, options: dict[str, str], other_options: Sequence[str] = ()) -> Any:
     """Build a config dataclass from options as :func:`parse` returns them.
 
     Args:
         config: The dataclass.
         name: Name in the spec, for messages.
         options: Values by key, as text.
+        other_options: Options that ``config`` does not declare but that a spec may have, for messages.
 
     Returns:
         An instance of ``config``.
@@ -142,9 +143,9 @@ def configure(config: type, name: str, options: dict[str, str]) -> Any:
             if SPEC_OPTIONS.get((name, key)) in fields:
                 raise UserError(f"'{name}' has no option '{key}': it is called '{SPEC_OPTIONS[name, key]}' now")
             defaults = ", ".join(f"{o.key}={format_value(o.default)}" for o in list_options(config)) or "none"
-            raise UserError(
-                f"'{name}' has no option '{key}'{did_you_mean(key, fields)}; its options and defaults: {defaults}"
-            )
+            others = f"; options of every encoding: {', '.join(other_options)}" if other_options else ""
+            suggestion = did_you_mean(key, [*fields, *other_options])
+            raise UserError(f"'{name}' has no option '{key}'{suggestion}; its options and defaults: {defaults}{others}")
         value = _convert(name, key, text, hints[key])
         _check_range(name, key, value, fields[key].metadata)
         values[key] = value

@@ -70,7 +70,10 @@ class LMCrossEntropy(AdaptiveLoss):
         autocast = getattr(model.decoder, "autocast", None) if model.training else None
         with autocast(features.device) if autocast else contextlib.nullcontext():
             weight = model.decoder.output_projection.weight
-            loss = linear_cross_entropy(features.flatten(0, 1), weight, target.flatten(), self.padding_idx, reduce)
+            softcap = getattr(model.decoder, "logit_softcap", 0.0)
+            loss = linear_cross_entropy(
+                features.flatten(0, 1), weight, target.flatten(), self.padding_idx, reduce, softcap
+            )
         sample_size = target.size(0) if self.sentence_avg else sample["ntokens"]
         counts = {"ntokens": sample["ntokens"], "nsentences": target.size(0), "sample_size": sample_size}
         return loss, sample_size, {"loss": loss.detach(), **counts, **scalars_for_logging(model)}
@@ -84,14 +87,22 @@ class LMCrossEntropy(AdaptiveLoss):
 
 @torch.no_grad()
 def scalars_for_logging(model) -> dict[str, Any]:
-    """Return the learned scalars of a model's encodings as 0-d tensors by log name; empty without scalars."""
-    layers = [encoding.logged_scalars() for encoding in getattr(model.decoder, "encodings", ())]
+    """Return the learned scalars of a model's encodings as 0-d tensors by log name; empty without scalars.
+
+    A name has the layer, the first of those that share the encoding, or the head, as a mean over the encodings that
+    have this scalar.
+    """
+    encodings = getattr(model.decoder, "encodings", ())
+    scalars: dict[str, dict[int, Any]] = {}  # name -> layer -> (H,) or (1,)
+    for instance, encoding in enumerate(encodings):
+        for name, value in encoding.logged_scalars().items():
+            scalars.setdefault(name, {})[encodings.layers(instance)[0]] = value.float().reshape(-1)
     values: dict[str, Any] = {}
-    for name in layers[0] if layers else ():
-        stack = torch.stack([scalars[name].float().reshape(-1) for scalars in layers])
-        values.update({f"{SCALAR_PREFIX}{name}_l{i}": v for i, v in enumerate(stack.mean(1))})
-        if stack.shape[1] > 1:
-            values.update({f"{SCALAR_PREFIX}{name}_h{i + 1}": v for i, v in enumerate(stack.mean(0))})
+    for name, by_layer in scalars.items():
+        values.update({f"{SCALAR_PREFIX}{name}_l{layer}": value.mean() for layer, value in by_layer.items()})
+        of_heads = [value for value in by_layer.values() if len(value) > 1]
+        if of_heads:
+            values.update({f"{SCALAR_PREFIX}{name}_h{i + 1}": v for i, v in enumerate(torch.stack(of_heads).mean(0))})
     return {**values, "rpe_count": 1} if values else {}
 
 

@@ -4,7 +4,7 @@ import os
 import re
 import sysconfig
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,7 @@ class PrepareOptions:
             "max_bytes": (1, 2**63),
             "documents": (1, 2**63),
         }
-        for name, (least, most) in ranges.items():
-            number = getattr(self, name)
-            if number is not None and not least <= number <= most:
-                raise UserError(f"{_flag(name)} {number} is out of range: use {least} to {most}")
-        for name, values in {"tokenizer": TOKENIZERS, "split_by": SPLIT_BY}.items():
-            if getattr(self, name) not in values:
-                raise UserError(f"{_flag(name)} {getattr(self, name)} is none of {', '.join(values)}")
+        check_values(self, ranges, {"tokenizer": TOKENIZERS, "split_by": SPLIT_BY})
 
     def _check_tokenizer(self) -> None:
         if self.vocab_size and (self.vocab_from or self.tokenizer == "gpt2"):
@@ -153,7 +147,30 @@ class PrepareOptions:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
+def check_values(
+    options: object, ranges: Mapping[str, tuple[int, int]], choices: Mapping[str, Collection[str]]
+) -> None:
+    """Check fields of options.
+
+    Args:
+        options: Object with the fields.
+        ranges: Least and largest number by field; None is allowed too.
+        choices: Possible values by field.
+
+    Raises:
+        UserError: A value is out of range or none of the choices.
+    """
+    for name, (least, most) in ranges.items():
+        number = getattr(options, name)
+        if number is not None and not least <= number <= most:
+            raise UserError(f"{_flag(name)} {number} is out of range: use {least} to {most}")
+    for name, values in choices.items():
+        if getattr(options, name) not in values:
+            raise UserError(f"{_flag(name)} {getattr(options, name)} is not one of {', '.join(values)}")
+
+
 def _flag(name: str) -> str:
+    """Return the command-line option of a field."""
     return "--" + name.replace("_", "-")
 
 

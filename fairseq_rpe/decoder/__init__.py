@@ -1,1 +1,1 @@
-"""Text generation with a decoder: prefill, cached decoding steps and beam search."""
+"""The decoder in plain torch: its blocks and KV cache, and text generation with it. Imports no fairseq."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.decoder.cache import DecoderCache
 from fairseq_rpe.positions import Transform, freeze, freeze_rows
 from fairseq_rpe.positions.base import FrozenPositions
 from fairseq_rpe.positions.position_transforms import PositionTransforms, seeded_generator
@@ -41,7 +42,7 @@ class DecodingState:
 
     def __init__(self, model: Any, rows: Tensor) -> None:
         check_length_independent(model)
-        self.model, self.rows, self._state = model, rows, dict[str, Any]()
+        self.model, self.rows, self._cache = model, rows, DecoderCache()
 
     def prefill_or_step(self) -> Tensor:
         """Read the tokens that are not in the cache yet.
@@ -64,10 +65,7 @@ class DecodingState:
         order = torch.arange(size, device=lengths.device)
         order = (order + lengths[:, None]) % size  # (R, P)
         self.rows = self.rows.gather(1, order)
-        for layer in self.model.decoder.layers:
-            cache = layer.self_attn._get_input_buffer(self._state)
-            moved = {name: x.gather(2, order[:, None, :, None].expand_as(x)) for name, x in cache.items()}
-            layer.self_attn._set_input_buffer(self._state, moved)
+        self._cache.permute_tokens(order)
 
     def next_token_logprobs(self, next_tokens: Tensor) -> Tensor:
         """Read the tokens that are not in the cache and score given successors of the last n of them.
@@ -85,7 +83,8 @@ class DecodingState:
 
     def _features(self) -> Tensor:
         """Return the features (R, new tokens, C) of the tokens that are not in the cache yet."""
-        return self.model.decoder(self.rows, incremental_state=self._state, features_only=True)[0]
+        features: Tensor = self.model.decoder.features(self.rows, self._cache)
+        return features
 
     def _log_probs(self, features: Tensor) -> Tensor:
         """Return log-probabilities (R, V) of features (R, 1, C)."""
@@ -105,7 +104,7 @@ class DecodingState:
         if len(order) == len(self.rows) and bool((order == torch.arange(len(order), device=order.device)).all()):
             return  # all rows in their order: copying the cache would only cost time
         self.rows = self.rows[order]
-        self.model.decoder.reorder_incremental_state_scripting(self._state, order)
+        self._cache.select_rows(order)
         transforms: PositionTransforms = self.model.decoder.position_transforms
         if isinstance(transforms.evaluation, FrozenPositions):  # rows may have different positions
             transforms.evaluation = transforms.evaluation.select_rows(order)

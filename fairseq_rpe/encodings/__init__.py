@@ -67,7 +67,12 @@ names, describe, normalise = registry.names, registry.describe, registry.normali
 
 
 def build(
-    spec: str, heads: int, width: int, length: int | None = None, symbols: Sequence[str] | None = None
+    spec: str,
+    heads: int,
+    width: int,
+    length: int | None = None,
+    symbols: Sequence[str] | None = None,
+    head_width: int | None = None,
 ) -> Encoding:
     """Build an encoding.
 
@@ -81,6 +86,7 @@ def build(
         length: training length in tokens, or None if unknown.
         symbols: symbols of the dictionary by id, for encodings that read tokens; without them such an encoding is
             built empty, to be filled by ``load_state_dict``.
+        head_width: width D of an attention head, or None for C/H.
 
     Returns:
         The encoding, with parameters initialised.
@@ -96,6 +102,8 @@ def build(
     check_texts("symbols", symbols)
     heads, width, length = int(heads), int(width), None if length is None else int(length)  # numpy or torch scalars
     cls, _, config = registry.resolve(spec)
+    if head_width is not None and head_width * heads != width:
+        width = _width_for_heads(cls, spec, heads, width, head_width)
     if width % heads:
         raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
     if is_shipped(cls):
@@ -104,6 +112,21 @@ def build(
     encoding: Encoding = call_user_method(cls, "setup", cls, config, heads, width, length, symbols)
     check_contract(encoding, len(symbols or ()))
     return encoding
+
+
+def _width_for_heads(cls: type[Encoding], spec: str, heads: int, width: int, head_width: int) -> int:
+    """Return the width to build an encoding with, for heads whose width is not that of the model divided by H.
+
+    An encoding has one width. One that reads or changes a layer's input needs the model width C; others only need the
+    width of a head, so H·D serves them.
+    """
+    reads_input = cls.embed is not Encoding.embed or cls.token_features is not Encoding.token_features
+    if reads_input and cls.rotate is not Encoding.rotate:
+        raise UserError(
+            f"'{spec}' acts at the input and rotates heads, so a head must have {width // heads} elements, the model "
+            f"width divided by the heads, not {head_width}: leave --head-dim out"
+        )
+    return width if reads_input else heads * head_width
 
 
 def load_module(path: str | Path) -> None:

@@ -25,6 +25,7 @@ class SinkRope(RegionRope):
     """
 
     window: int
+    limits_visibility = True
 
     def bias_profile(self, n: int) -> Tensor:
         """Return the log-bias of the window; the first tokens are left out, as they do not depend on the distance."""

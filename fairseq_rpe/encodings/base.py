@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.arguments import check_count
+from fairseq_rpe.core.attention_options import configure_encoding
 from fairseq_rpe.core.bias import Bias, PairBias, PointwiseBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError, explain_memory_errors
 from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.registry import Registry
 from fairseq_rpe.core.tensors import check_embedding_input
-from fairseq_rpe.encodings.interface import EncodingInterface
+from fairseq_rpe.encodings.optional_attention import OptionalAttention
 
 _WIDE = (torch.float32, torch.float64)
 # families of encodings, with what their encodings do
@@ -31,7 +32,7 @@ FAMILIES = {
 _SMALL_TABLE = 1 << 16  # distances; the time to compute a table of this size is negligible
 
 
-class Encoding(EncodingInterface):
+class Encoding(OptionalAttention):
     """Base class of all encodings.
 
     Args:
@@ -76,7 +77,7 @@ class Encoding(EncodingInterface):
     family: ClassVar[str] = ""
     figure_options: ClassVar[str] = ""
     dape_base: ClassVar[bool] = False
-    sharing_modes: ClassVar[tuple[str, ...]] = ("model", "layer")
+    sharing_modes: tuple[str, ...] = ("model", "layer")
     max_queries_per_call: Callable[[Positions, torch.dtype], int] | None = None
     length_dependent: bool = False
     needs_token_ids: bool = False
@@ -94,6 +95,7 @@ class Encoding(EncodingInterface):
         self.symbols = symbols
         self.setup()
         self.symbols = None  # released, so that a copy of the model does not copy the dictionary
+        self.apply_attention_options()
 
     def setup(self) -> None:
         """Create the parameters. ``config``, ``heads``, ``width`` and ``length`` are set before this is called."""
@@ -110,7 +112,7 @@ class Encoding(EncodingInterface):
 
         Returns:
             Name of each option and the quantity that it sets: ``base``, ``rotary_fraction``, ``interleaved``,
-            ``resonance``, ``logn``, ``original_length`` or ``scaling``.
+            ``resonance``, ``logn``, ``frequencies``, ``keep``, ``original_length`` or ``scaling``.
         """
         return {}
 
@@ -118,6 +120,15 @@ class Encoding(EncodingInterface):
     def rotation_scaling(cls, config: Any) -> str:
         """Return the name of the scaling of the rotation's frequencies, or "" if they are not scaled."""
         return ""
+
+    @classmethod
+    def allowed_sharing(cls, config: Any) -> tuple[str, ...]:
+        """Return ``sharing_modes`` of an encoding with these options, before one is built.
+
+        Args:
+            config: an instance of ``Config``.
+        """
+        return cls.sharing_modes
 
     @classmethod
     def position_limit(cls, config: Any, length: int | None) -> int | None:
@@ -167,7 +178,7 @@ class Encoding(EncodingInterface):
         first = next(self.parameters(), None)
         with explain_memory_errors(f"a profile of {n} distances"):
             pos = Positions.arange(1, n, dtype=torch.float64, device=None if first is None else first.device)
-            bias = self.position_bias(pos)
+            bias = self.attention_bias(pos)
             if bias is None:
                 return pos.k.new_zeros(self.heads, n)
             return bias.materialize(pos)[0, :, 0].flip(-1)
@@ -205,7 +216,11 @@ class Encoding(EncodingInterface):
 
 
 registry: Registry[type[Encoding]] = Registry(
-    "encoding", "fairseq_rpe.encodings", "; to use your own encoding, pass --rpe-module FILE"
+    "encoding",
+    "fairseq_rpe.encodings",
+    "; to use your own encoding, pass --rpe-module FILE",
+    configure_encoding,
+    has_patterns=True,
 )
 register = registry.register
 
@@ -350,7 +365,7 @@ class Rotary(Encoding):
     """
 
     family = "rotation of queries and keys (RoPE)"
-    sharing_modes = ("model",)
+    sharing_modes: tuple[str, ...] = ("model",)
     bounded_reason = "rotated queries and keys of bounded norm have bounded scores"
     interleaved: bool = False
     rotary_fraction: float = 1.0

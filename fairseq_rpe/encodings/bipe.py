@@ -146,7 +146,7 @@ class Bipe(Encoding):
         unused = ["factor" if cfg.inter == "rope" else "base"]
         if cfg.intra == "sinusoidal":
             unused.append("max_intra")
-        for f in fields(cfg):
+        for f in fields(self.Config):
             if f.name in unused and getattr(cfg, f.name) != f.default:
                 raise UserError(f"'bipe:inter={cfg.inter},intra={cfg.intra}' does not read {f.name}: leave it out")
 

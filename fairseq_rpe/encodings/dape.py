@@ -67,7 +67,7 @@ class Dape(Encoding):
         cfg = self.config
         cls = registry.get(cfg.base)
         rotates = _is_rotary(cfg.base)
-        for f in fields(cfg):
+        for f in fields(self.Config):
             if f.name in ROTATION and not rotates and getattr(cfg, f.name) != f.default:
                 raise UserError(f"'dape:base={cfg.base}' does not read {f.name}: leave it out, or give base=rope")
         rotation = {key: getattr(cfg, name) for name, key in ROTATION.items()} if rotates else {}

@@ -141,4 +141,10 @@ class Floater(Encoding):
             pos = self.prepare_positions(pos)
         assert isinstance(pos, PathPositions) and pos.path is not None
         p = pos.path[:, which][at.long().clamp_min(0)]  # (B or 1, n, C)
-        return x + p.unflatten(-1, (x.shape[1], -1)).transpose(1, 2).to(x.dtype)  # (B, H, n, D)
+        if x.shape[1] != self.heads:
+            raise UserError(
+                f"floater adds vectors of {self.heads} heads to {x.shape[1]} key heads: give it as many key heads as "
+                "query heads"
+            )
+        p = p.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)  # (B or 1, H, n, D), in float32 or better
+        return (x + p).to(x.dtype)  # rounded once, since p may be much larger than x

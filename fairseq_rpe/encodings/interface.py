@@ -67,6 +67,15 @@ class EncodingInterface(nn.Module):
         """Return the additive bias of all pairs of these positions, or None."""
         return None
 
+    def attention_bias(self, pos: Positions) -> Bias | None:
+        """Return the bias that attention adds: ``position_bias`` and what the options of every encoding add to it."""
+        return self.position_bias(pos)
+
+    @property
+    def beyond_bias(self) -> str:
+        """Option of every encoding, besides the window, that changes attention beyond its bias; "" if none does."""
+        return ""
+
     def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...] | None:
         """Return regions of pairs with their rotary positions, or None if all pairs are rotated at true positions."""
         return None
@@ -222,6 +231,10 @@ class EncodingInterface(nn.Module):
             raise UserError(
                 f"{name} rotates pairs at different positions, which a mask cannot express: call fairseq_rpe.attend"
             )
+        if self.beyond_bias:
+            raise UserError(
+                f"{name} has the option {self.beyond_bias}, which a mask cannot express: call fairseq_rpe.attend"
+            )
         if self.is_content_dependent:
             raise UserError(f"{name} depends on the tokens, which a mask cannot express: call fairseq_rpe.attend")
         if self.rotates:
@@ -234,7 +247,7 @@ class EncodingInterface(nn.Module):
             raise UserError(f"{name} is on device 'meta', where parameters have no values: load or initialise it first")
         pos = Positions.arange(n, dtype=dtype, device=device if first is None else first.device)
         with torch.autocast(pos.k.device.type, enabled=False):
-            return self.position_bias(pos), pos
+            return self.attention_bias(pos), pos
 
 
 def _check_device(device: torch.device | str | None) -> None:

@@ -9,14 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from fairseq_rpe.core.attention_options import AttentionOptions
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import is_pattern, parse_pattern
 from fairseq_rpe.core.spec import format_value, parse
 from fairseq_rpe.encodings.base import Encoding, registry
 
 # quantity -> its value for encodings without such an option, unless their class has an attribute of that name
 _IMPLIED: dict[str, Any] = {"rotary_fraction": 1.0, "interleaved": False, "resonance": False, "logn": "none"}
+_IMPLIED |= {"keep": None, "frequencies": "fixed"}
+# quantity -> an encoding that has it, if that is not any rope
+_EXAMPLES = {"keep": "rope:scaling=proportional"}
 # a spec may differ from the model in these: they are methods of context extension
-_METHODS = frozenset({"resonance", "logn", "original_length"})
+_METHODS = frozenset({"resonance", "logn", "original_length", "keep", "frequencies"})
+
+ATTENTION_OPTIONS = tuple(f.name for f in fields(AttentionOptions))
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class ModelRotation:
 
     Attributes:
         values: value of each known quantity: ``base``, ``rotary_fraction``, ``interleaved``, and of ``rope``
-            ``resonance``, ``logn`` and ``original_length``.
+            ``resonance``, ``logn``, ``frequencies``, ``keep`` and ``original_length``.
         scaling: name of the scaling of the frequencies, or "" if they are not scaled.
         spec: spec of the encoding that the model was trained with, or "" if that is no encoding of this package.
     """
@@ -61,9 +68,12 @@ def rotation_from_spec(spec: str) -> ModelRotation | None:
 def complete_spec_for_checkpoint(spec: str, trained: str) -> str:
     """Complete a spec by the rotation of a checkpoint.
 
+    The specs of a pattern of layers are completed by those of the same layers. If the checkpoint has a pattern and
+    ``spec`` is one encoding that rotates, it replaces the encodings that rotate, and the other layers stay.
+
     Args:
-        spec: spec of the encoding that replaces the checkpoint's.
-        trained: spec of the encoding that the checkpoint was trained with.
+        spec: spec or pattern that replaces the checkpoint's.
+        trained: spec or pattern that the checkpoint was trained with.
 
     Returns:
         The spec, unchanged if nothing is missing. An option that the spec sets is kept even if it equals the default,
@@ -72,10 +82,91 @@ def complete_spec_for_checkpoint(spec: str, trained: str) -> str:
     Raises:
         UserError: one of the specs is not valid, or ``spec`` contradicts the checkpoint's rotation.
     """
-    cls, _, config = registry.resolve(spec)
-    if not cls.rotation_options(config):
+    if is_pattern(spec):
+        return _complete_pattern(spec, trained)
+    if is_pattern(trained) and is_rotary(spec):
+        return _replace_rotations(spec, trained)
+    if not is_rotary(spec):
         return spec  # ``trained`` may be an encoding that is not registered here
     return complete_spec(spec, rotation_from_spec(trained))
+
+
+def is_rotary(spec: str) -> bool:
+    """Return whether the encoding ``spec`` rotates queries and keys as ``rope`` does."""
+    cls, _, config = registry.resolve(spec)
+    return bool(cls.rotation_options(config))
+
+
+def _complete_pattern(spec: str, trained: str) -> str:
+    """Return the pattern ``spec``, each encoding completed by the rotation of the same layers of a checkpoint.
+
+    Raises:
+        UserError: a spec is not valid, contradicts the checkpoint, or replaces rotations that differ in what it omits.
+    """
+    pattern = parse_pattern(spec)
+    pairs = pattern.pairs(parse_pattern(trained))
+
+    def complete(layer_spec: str) -> str:
+        if not is_rotary(layer_spec):
+            return layer_spec
+        rotated = [other for new, other in pairs if new == layer_spec and is_rotary(other)]
+        completed = list(dict.fromkeys(complete_spec(layer_spec, rotation_from_spec(other)) for other in rotated))
+        if len(completed) > 1:
+            raise UserError(
+                f"'{spec}': '{layer_spec}' replaces different rotations of '{trained}': state its options, as in "
+                f"'{completed[0]}' or '{completed[1]}'"
+            )
+        return completed[0] if completed else layer_spec
+
+    completed = pattern.map(complete)
+    return spec if completed == pattern else str(completed)
+
+
+def _replace_rotations(spec: str, trained: str) -> str:
+    """Return the pattern ``trained`` with ``spec`` in place of the encodings that rotate.
+
+    A window or another attention option of a replaced encoding stays, unless ``spec`` states that option.
+
+    Raises:
+        UserError: a spec is not valid, contradicts the checkpoint, or no layer rotates.
+    """
+    pattern = parse_pattern(trained)
+    if not any(map(is_rotary, pattern.specs)):
+        raise UserError(
+            f"'{spec}' rotates, and no layer of the model, '{trained}', does: name a pattern with an encoding of each "
+            "layer"
+        )
+
+    def replace(layer_spec: str) -> str:
+        if not is_rotary(layer_spec):
+            return layer_spec
+        return inherit_attention_options(complete_spec(spec, rotation_from_spec(layer_spec)), layer_spec)
+
+    return str(pattern.map(replace))
+
+
+def inherit_attention_options(spec: str, replaced: str) -> str:
+    """Add the attention options of a replaced spec, such as a window, that ``spec`` does not state.
+
+    Args:
+        spec: spec that replaces ``replaced``.
+        replaced: spec of the replaced encoding.
+
+    Returns:
+        The spec; unchanged if there is nothing to add.
+
+    Raises:
+        UserError: a spec is malformed.
+    """
+    stated = parse(spec)[1]
+    replaced_options = set(stated)
+    if {"local", "block"} & set(stated):  # one of them replaces the other
+        replaced_options |= {"local", "block"}
+    if "query_scale" in stated:  # the numbers belong to the other method
+        replaced_options |= {"query_scale_value", "query_scale_interval"}
+    options = [name for name in ATTENTION_OPTIONS if name not in replaced_options]
+    inherited = [f"{name}={value}" for name, value in parse(replaced)[1].items() if name in options]
+    return spec + ("," if stated else ":") + ",".join(inherited) if inherited else spec
 
 
 def complete_spec(spec: str, model: ModelRotation | None, *, strict: bool = True) -> str:
@@ -147,7 +238,7 @@ def _check_implied_values(spec: str, cls: type[Encoding], options: Mapping[str, 
         if value is not None and quantity not in options.values() and value != getattr(cls, quantity, default):
             raise UserError(
                 f"'{spec}' has no option {quantity}, but the model's rotation has {quantity}={format_value(value)}: "
-                "use an encoding with that option, such as rope"
+                f"use an encoding with that option, such as {_EXAMPLES.get(quantity, 'rope')}"
             )
 
 

@@ -6,102 +6,19 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.encodings.base import Rotary, register
+from fairseq_rpe.encodings.base import CosSin, Rotary, register
+from fairseq_rpe.encodings.rope_scalings import SCALINGS, Scaling, count_rotating_pairs, yarn_attention_factor
 
 # options that have an effect with every scaling
-_ALWAYS = ("base", "scaling", "resonance", "logn", "rotary_fraction", "interleaved")
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """A change of the frequencies θ for longer inputs.
-
-    Attributes:
-        scale: function of θ (..., P), κ (..., 1) and the encoding, which returns the changed frequencies (..., P).
-        options: options that have an effect, besides those of every scaling; any other one is refused.
-        dynamic: whether κ follows from the current length; the option ``factor`` is then α, and may be left out.
-        beta_fast: value of ``beta_fast=auto``.
-        has_temperature: whether queries and keys are multiplied by YaRN's temperature.
-    """
-
-    scale: Callable[[Tensor, Tensor, "Rope"], Tensor]
-    options: tuple[str, ...] = ()
-    dynamic: bool = False
-    beta_fast: float = 32.0
-    has_temperature: bool = False
-
-
-def _keep(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
-    return theta
-
-
-def _scale_linearly(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
-    return theta / kappa
-
-
-def _scale_base(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
-    """Return the frequencies of the base base·κ^(d/(d-2))."""
-    return theta * kappa ** (-2 * _pair_indices(theta) / max(rope.rotated - 2, 1))
-
-
-def _scale_by_parts(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
-    """Return θ/κ for low frequencies, θ for high ones, and a blend between them by the option ``ramp``."""
-    share = _share_of_rotations(theta, rope) if rope.config.ramp == "paper" else _share_of_index(theta, rope)
-    return torch.lerp(theta / kappa, theta, share)
-
-
-def _scale_as_llama3(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
-    """Return the frequencies of ``ntk_by_parts`` with the ramp of the paper."""
-    return torch.lerp(theta / kappa, theta, _share_of_rotations(theta, rope))
-
-
-def _truncate(theta: Tensor, kappa: Tensor, rope: "Rope") -> Tensor:
-    """Return θ from b on, ρ from a to b, and 0 below a."""
-    cfg = rope.config
-    high, low, value = cfg.truncate_high, cfg.truncate_low, cfg.truncate_value
-    b = 2 * math.pi / (kappa * rope.original_length) if high is None else torch.full_like(kappa, high)
-    a = b / 8 if low is None else torch.full_like(b, low)
-    rho = b / 16 if value is None else torch.full_like(b, value)
-    return torch.where(theta >= b, theta, torch.where(theta < a, 0.0, rho))
-
-
-def _share_of_rotations(theta: Tensor, rope: "Rope") -> Tensor:
-    """Return γ (..., P), the weight of the unscaled θ, linear in the number of rotations within L."""
-    fast, slow = rope.beta_fast, rope.config.beta_slow
-    return ((rope.original_length * theta / (2 * math.pi) - slow) / (fast - slow)).clamp(0, 1)
-
-
-def _share_of_index(theta: Tensor, rope: "Rope") -> Tensor:
-    """Return γ (P,), the weight of the unscaled θ, linear in the pair's index."""
-    low, high = rope.ramp_bounds()
-    return 1 - ((_pair_indices(theta) - low) / (high - low)).clamp(0, 1)
-
-
-def _pair_indices(theta: Tensor) -> Tensor:
-    """Return the index s = 0 … P - 1 of each pair, (P,)."""
-    return torch.arange(theta.shape[-1], device=theta.device, dtype=theta.dtype)
-
-
-_LENGTHS = ("factor", "original_length")
-_BETAS = ("beta_fast", "beta_slow")
-SCALINGS = {
-    "none": Scaling(_keep),
-    "linear": Scaling(_scale_linearly, ("factor",)),
-    "ntk": Scaling(_scale_base, ("factor",)),
-    "dynamic_ntk": Scaling(_scale_base, _LENGTHS, dynamic=True),
-    "ntk_by_parts": Scaling(_scale_by_parts, (*_LENGTHS, *_BETAS, "ramp")),
-    "llama3": Scaling(_scale_as_llama3, (*_LENGTHS, *_BETAS), beta_fast=4.0),
-    "yarn": Scaling(
-        _scale_by_parts, (*_LENGTHS, *_BETAS, "ramp", "temperature", "temperature_on"), has_temperature=True
-    ),
-    "truncated": Scaling(_truncate, (*_LENGTHS, "truncate_high", "truncate_low", "truncate_value")),
-}
+_ALWAYS = ("base", "scaling", "frequencies", "resonance", "logn", "rotary_fraction", "interleaved")
+# option -> the option that replaces it
+_REPLACED_BY = {"truncate": "ramp=paper", "mscale": "temperature=…", "mscale_all_dim": "temperature=…"}
 
 
 @register("rope", colour="sky blue", marker="<")
@@ -121,15 +38,22 @@ class Rope(Rotary):
       (arXiv 2309.00071).
     - yarn: ntk_by_parts, and q and k times 0.1·ln κ + 1. Public code scales only the rotated part of a head
       (``temperature_on=rotated``); by default the whole head is scaled, which is the paper's temperature
-      for partial rotary as well.
+      for partial rotary as well. With ``mscale`` and ``mscale_all_dim`` the factor is the quotient of
+      0.1·mscale·ln κ + 1 and 0.1·mscale_all_dim·ln κ + 1, as in DeepSeek-V2 (arXiv 2405.04434).
     - llama3: ntk_by_parts with the paper's γ and betas of 4 and 1, transformers' ``high_freq_factor`` and
       ``low_freq_factor``. Llama 3.1 has κ = 8 and L = 8192. Grattafiori et al. 2024 (arXiv 2407.21783).
+    - proportional: only the fastest pairs rotate (``keep``), the slowest have θ = 0: p-RoPE, Barbero et al. 2024
+      (arXiv 2410.06205). ``keep=auto`` keeps the pairs that rotate at least once within L: HoPE, Chen et al. 2024
+      (arXiv 2410.21216). θ_s is that of the whole rotated width, unlike with ``rotary_fraction``.
     - truncated: θ if θ >= b, ρ if a <= θ < b, 0 below; by default b = 2π/(κ·L), a = b/8 and ρ = b/16 (the paper
       does not state the values and the edges; these are its code's). It needs fine-tuning. Pal et al. 2023
       (arXiv 2308.10882).
 
-    Two more options combine with any scaling:
+    More options combine with scalings:
 
+    - keep: as with ``proportional``, after any scaling but ``none`` and ``truncated``.
+    - frequencies=learned: θ_s·exp(α_s), after any scaling, with learned α_s that start at 0. All layers share them,
+      or each layer has its own with ``--rpe-share layer``. Zhang et al. 2025 (arXiv 2512.07805).
     - resonance: wavelengths 2π/θ are rounded to whole tokens, after any scaling. Wang et al. 2024 (arXiv 2403.00071).
     - logn: query i (the whole head) times ln(i+1)/ln L; ``clipped``: at least 1. It keeps the entropy of attention
       stable as the number of keys grows (Su 2021; Chiang & Cholak 2022, arXiv 2202.12172).
@@ -166,6 +90,9 @@ class Rope(Rotary):
             "between the betas: linear in the pair's index (code) or in its rotations within L (paper)",
             choices=("code", "paper"),
         )
+        truncate: bool = option(
+            True, "ntk_by_parts, yarn with ramp=code: round the ends of the ramp outwards to whole pairs"
+        )
         temperature: float | Literal["auto"] = option(
             "auto", "yarn: factor sqrt(1/t) of queries and of keys; auto: 0.1·ln κ + 1", above=0
         )
@@ -173,6 +100,18 @@ class Rope(Rotary):
             "head",
             "yarn: what the temperature scales: the whole head, or the rotated part as in public code",
             choices=("head", "rotated"),
+        )
+        mscale: float | None = option(
+            None, "yarn: factor of ln κ in the temperature, divided by that of mscale_all_dim; none: 1", above=0
+        )
+        mscale_all_dim: float | None = option(
+            None, "yarn: factor of ln κ in the divisor of the temperature; none: no divisor", above=0
+        )
+        keep: float | Literal["auto"] | None = option(
+            None,
+            "fraction of the pairs that rotate, the fastest ones; auto: those that rotate once within L; none: all",
+            above=0,
+            maximum=1,
         )
         truncate_high: float | None = option(
             None, "truncated: b, pairs of this θ and above keep it; none: 2π/(κ·L)", above=0
@@ -182,6 +121,11 @@ class Rope(Rotary):
         )
         truncate_value: float | None = option(
             None, "truncated: ρ, the θ of pairs between a and b; none: b/16", minimum=0
+        )
+        frequencies: str = option(
+            "fixed",
+            "fixed, or learned: θ times a learned factor for each pair, 1 at the start",
+            choices=("fixed", "learned"),
         )
         resonance: bool = option(False, "round every wavelength to whole tokens, after any other change")
         logn: str = option(
@@ -202,16 +146,22 @@ class Rope(Rotary):
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:
         """Return the quantity of the rotation that each option sets, by the name of the option."""
-        length = ("original_length",) if "original_length" in effective_options(config) else ()
-        return {**super().rotation_options(config), **{key: key for key in ("resonance", "logn", "scaling", *length)}}
+        keys = ["resonance", "logn", "scaling", "frequencies"]
+        keys += [key for key in ("original_length", "keep") if key in effective_options(config)]
+        return {**super().rotation_options(config), **{key: key for key in keys}}
 
     @classmethod
     def rotation_scaling(cls, config: Any) -> str:
         """Return the option ``scaling``, or "" for its value none."""
         return "" if config.scaling == "none" else str(config.scaling)
 
+    @classmethod
+    def allowed_sharing(cls, config: Any) -> tuple[str, ...]:
+        """Return ("model", "layer") for learned frequencies; without parameters, all layers share the encoding."""
+        return ("model", "layer") if config.frequencies == "learned" else super().allowed_sharing(config)
+
     def setup(self) -> None:
-        """Set the original length and the betas, and whether the rotation changes with the length; check the options.
+        """Set the original length, the betas and the parameters, and what may be cached; check the options.
 
         ``original_length`` is set first: the checks and the betas need it.
         """
@@ -223,11 +173,20 @@ class Rope(Rotary):
         self._refuse_ineffective_options(effective)
         self._check_scaling(effective)
         self._check_logn()
+        self._check_mscale()
         self._set_betas()
+        self._set_rotating_pairs()
         self._check_truncation()
         self.length_dependent = cfg.factor == "auto" or self.scaling.dynamic
         # a derived class may make the rotation depend on the length
         self.fixed_rotation = type(self) is Rope and not self.length_dependent
+        if cfg.frequencies == "learned":
+            self._create_learned_factors()
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether the frequencies are learned."""
+        return bool(self.config.frequencies == "learned")
 
     @property
     def scaling(self) -> Scaling:
@@ -237,16 +196,17 @@ class Rope(Rotary):
     def _refuse_ineffective_options(self, effective: Sequence[str]) -> None:
         """Refuse options that were set but have no effect in combination with the others."""
         cfg = self.config
-        for f in fields(cfg):
+        for f in fields(type(self).Config):
             if f.name not in effective and getattr(cfg, f.name) != f.default:
-                # truncate_high is named where it may be the reason that the option has no effect
-                instead = ",truncate_high=…" if f.name in self.scaling.options else ""
-                raise UserError(f"'rope:scaling={cfg.scaling}{instead}' does not read {f.name}: leave it out")
+                # if the scaling has the option, another option is the reason that it has no effect
+                reason = f",{_REPLACED_BY.get(f.name, 'truncate_high=…')}" if f.name in self.scaling.options else ""
+                remedy = "name scaling=proportional" if (f.name, cfg.scaling) == ("keep", "none") else "leave it out"
+                raise UserError(f"'rope:scaling={cfg.scaling}{reason}' does not read {f.name}: {remedy}")
 
     def _check_scaling(self, effective: Sequence[str]) -> None:
         """Check that the scaling has the factor and the original length that it needs."""
         cfg = self.config
-        if cfg.factor is None and "factor" in effective and not self.scaling.dynamic:
+        if cfg.factor is None and "factor" in effective and self.scaling.needs_factor:
             raise UserError(f"'rope:scaling={cfg.scaling}' needs factor=NUMBER or factor=auto")
         if cfg.factor == "auto" and self.scaling.dynamic:
             raise UserError(f"'rope:scaling={cfg.scaling}' adapts to the length: its factor, alpha, must be a number")
@@ -260,6 +220,34 @@ class Rope(Rotary):
             raise UserError("'rope' divides by ln L for logn, which is 0 for L = 1: give another original_length=N")
         if cfg.logn != "none" and not self.scale_whole_head:
             raise UserError("'rope:logn' scales whole queries: leave temperature_on=rotated out")
+
+    def _check_mscale(self) -> None:
+        """Check that ``mscale`` and ``mscale_all_dim`` are given together; transformers ignores one alone."""
+        cfg = self.config
+        if (cfg.mscale is None) != (cfg.mscale_all_dim is None):
+            raise UserError("'rope': mscale and mscale_all_dim have an effect only together: give both or none")
+
+    def _set_rotating_pairs(self) -> None:
+        """Set ``rotating_pairs``, the number of pairs that the option ``keep`` lets rotate."""
+        cfg, pairs = self.config, self.rotated // 2
+        self.rotating_pairs = pairs
+        if cfg.keep is None:
+            if cfg.scaling == "proportional":
+                raise UserError("'rope:scaling=proportional' needs keep=NUMBER or keep=auto")
+            return
+        for name, default in (("resonance", False), ("rotary_fraction", 1.0)):
+            if getattr(cfg, name) != default:
+                raise UserError(f"'rope': keep cannot be combined with {name}: leave one of them out")
+        self.rotating_pairs = count_rotating_pairs(cfg.keep, self.rotated, cfg.base, self.original_length)
+        if not self.rotating_pairs and cfg.keep == "auto":
+            raise UserError(
+                f"'rope:keep=auto': no pair rotates once within the original length of {self.original_length} tokens: "
+                "train on at least 7 tokens, or give keep=NUMBER"
+            )
+        if not self.rotating_pairs:
+            raise UserError(
+                f"'rope': keep={cfg.keep:g} keeps none of {pairs} pairs: give at least 1/{pairs}, or use nope"
+            )
 
     def _set_betas(self) -> None:
         """Set ``beta_fast``, which has a default for each scaling, and check it against ``beta_slow``."""
@@ -297,13 +285,20 @@ class Rope(Rotary):
         Returns:
             (..., P) float64, in radians per token.
         """
+        theta = self._scaled_frequencies(length)
+        if self.is_learned:
+            return theta * self.log_frequency_factor.to(theta.dtype).exp()
+        return 2 * math.pi / self._wavelengths(theta) if self.config.resonance else theta
+
+    def _scaled_frequencies(self, length: Tensor) -> Tensor:
+        """Return θ (..., P) after the options ``scaling`` and ``keep``; the argument is that of ``inv_freq``."""
         s = torch.arange(self.rotated // 2, device=length.device, dtype=length.dtype)
         kappa = self.factor(length)
         theta = (self.config.base ** (-2 * s / self.rotated)).expand(*kappa.shape[:-1], -1)
         theta = self.scaling.scale(theta, kappa, self)
-        return 2 * math.pi / self._wavelengths(theta) if self.config.resonance else theta
+        return theta.masked_fill(s >= self.rotating_pairs, 0.0) if self.rotating_pairs < len(s) else theta
 
-    def ramp_bounds(self) -> tuple[int, float]:
+    def ramp_bounds(self) -> tuple[float, float]:
         """Return the indices of the pairs between which γ falls from 1 to 0 with ``ramp=code``.
 
         Pair s makes L·θ_s/2π rotations within L tokens, so r rotations are at s = d·ln(L/(2π·r)) / (2·ln base).
@@ -313,7 +308,9 @@ class Rope(Rotary):
             d * math.log(self.original_length / (2 * math.pi * rotations)) / (2 * math.log(base))
             for rotations in (self.beta_fast, self.config.beta_slow)
         )
-        low, high = (min(max(end, 0), d - 1) for end in (math.floor(fast), math.ceil(slow)))
+        if self.config.truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        low, high = (min(max(end, 0), d - 1) for end in (fast, slow))
         return low, high if high != low else high + 0.001  # γ divides by the difference
 
     @staticmethod
@@ -337,6 +334,54 @@ class Rope(Rotary):
         entropy = logn_factor(at, self.original_length, self.config.logn == "clipped")[..., None]
         return entropy if temperature is None else temperature * entropy
 
+    def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
+        """Rotate x (B, H, n, D), with gradients of learned frequencies; same shape."""
+        if not self.is_learned:
+            return super().rotate(x, at, pos, key)
+        return self._rotate_pairs(x, *self._learned_cos_sin(at, pos, key))
+
+    def rotation(self, pos: Positions) -> Callable[..., Tensor] | None:
+        """Return the function that rotates queries and keys of one forward pass, with cos and sin computed once."""
+        if not self.is_learned:
+            return super().rotation(pos)
+        # Here and not in the first layer: a layer that is recomputed for its gradients computes the same as before, and
+        # the graph is freed together with this closure.
+        queries, keys = self._learned_cos_sin(pos.q, pos, False), self._learned_cos_sin(pos.k, pos, True)
+        queries_at, keys_at = pos.q, pos.k
+
+        def rotate(x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
+            if at is (keys_at if key else queries_at):
+                return self._rotate_pairs(x, *(keys if key else queries))
+            return self.rotate(x, at, pos, key)  # new keys of a cache, or a part of the tokens
+
+        return rotate
+
+    def logged_scalars(self) -> dict[str, Tensor]:
+        """Return the wavelengths 2π/θ in tokens of pairs with learned frequencies, at the original length."""
+        if not self.is_learned:
+            return {}
+        with torch.no_grad():
+            theta = self.inv_freq(self._original_length_tensor(self.log_frequency_factor.device))  # (P,)
+        return {f"wavelength_pair{s}": 2 * math.pi / theta[s] for s in self._learned_pairs}
+
+    def _create_learned_factors(self) -> None:
+        """Create the parameter α (P,), which multiplies θ by exp(α), and list the pairs that rotate."""
+        if self.config.resonance:
+            raise UserError("'rope': resonance rounds wavelengths, which frequencies=learned changes: leave one out")
+        self.log_frequency_factor = nn.Parameter(torch.zeros(self.rotated // 2))
+        self.sharing_modes = self.allowed_sharing(self.config)
+        theta = self._scaled_frequencies(self._original_length_tensor("cpu"))  # also if parameters are on "meta"
+        self._learned_pairs = tuple(theta.nonzero().flatten().tolist())
+
+    def _original_length_tensor(self, device: torch.device | str) -> Tensor:
+        """Return the original length (1,), or 1 if it is unknown, as ``inv_freq`` takes it."""
+        return torch.full((1,), self.original_length or 1, dtype=torch.float64, device=device)
+
+    def _learned_cos_sin(self, at: Tensor, pos: Positions, key: bool) -> CosSin:
+        """Return cos and sin for positions ``at`` with their gradients; nothing is cached, as parameters change."""
+        float_at = at if at.is_floating_point() else at.to(torch.float32)
+        return self._cos_sin_of_angles(self.angles(float_at, pos), float_at, pos, key)
+
     def log_bias_formulas(self) -> list[str] | list[LogBias] | None:
         """Return the formulas of RoPE, or None with ``logn``."""
         return super().log_bias_formulas() if self.config.logn == "none" else None  # scores grow with ln i
@@ -345,19 +390,27 @@ class Rope(Rotary):
         """Return YaRN's factor of queries and of keys, (B or 1, 1, 1), or None."""
         if not self.scaling.has_temperature:
             return None
-        kappa = self.factor(current_length(pos))[:, None]
-        if self.config.temperature == "auto":
-            return (0.1 * kappa.clamp_min(1).log() + 1).to(at.dtype)
-        return torch.full_like(kappa, self.config.temperature).to(at.dtype)
+        cfg, kappa = self.config, self.factor(current_length(pos))[:, None]
+        if cfg.temperature != "auto":
+            return torch.full_like(kappa, cfg.temperature).to(at.dtype)
+        factor = yarn_attention_factor(kappa, cfg.mscale or 1.0)
+        if cfg.mscale_all_dim is not None:
+            factor = factor / yarn_attention_factor(kappa, cfg.mscale_all_dim)
+        return factor.to(at.dtype)
 
 
 def effective_options(config: Rope.Config) -> tuple[str, ...]:
     """Return the names of options that have an effect in combination with the others of ``config``."""
-    options = SCALINGS[config.scaling].options
+    options, replaced = SCALINGS[config.scaling].options, set[str]()
     if "truncate_high" in options and config.truncate_high is not None:  # replaces 2π/(κ·L)
-        options = tuple(key for key in options if key not in _LENGTHS)
-    length_dependent = config.factor == "auto" or config.logn != "none"
-    return (*_ALWAYS, *options, *(("original_length",) if length_dependent else ()))
+        replaced |= {"factor", "original_length"}
+    if config.ramp == "paper":
+        replaced |= {"truncate"}
+    if config.temperature != "auto":
+        replaced |= {"mscale", "mscale_all_dim"}
+    needs_length = config.factor == "auto" or config.logn != "none" or config.keep == "auto"
+    options = tuple(key for key in options if key not in replaced)
+    return (*_ALWAYS, *options, *(("original_length",) if needs_length else ()))
 
 
 def current_length(pos: Positions) -> Tensor:

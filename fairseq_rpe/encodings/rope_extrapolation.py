@@ -5,19 +5,23 @@ formulas i is a query's position, j a key's, d = i - j >= 0, L the training leng
 position of a pair: q_i and k_j are rotated at positions that differ by ρ. Scores are q·k / sqrt(D) under one softmax.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import parse_pattern
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
 from fairseq_rpe.core.spec import format_value, option
 from fairseq_rpe.encodings.base import CosSin, Rotary, register, registry
 from fairseq_rpe.encodings.rope import Rope, logn_factor
+
+_MAX_STRING_WINDOW = 512  # tokens, the largest W that the paper of STRING recommends
 
 
 class RegionRope(Rotary):
@@ -279,6 +283,57 @@ class DualChunk(RegionRope):
         )
 
 
+@register("string", colour="vermilion", marker="P")
+class String(RegionRope):
+    """STRING (An et al. 2024, arXiv 2410.18745): far keys are moved nearer, so that large distances are not used.
+
+    ρ = d if d < S, else d - S + W. Models are trained on few pairs at distances near L; the largest ρ in a text of n
+    tokens is n - 1 - S + W. The method is meant for texts of up to L tokens; in texts of up to L + S - W tokens all ρ
+    are below L. The paper recommends S between L/4 and 2L/5, and W of 128, 256 or 512 for L = 131072.
+
+    The authors' code multiplies rotated queries and keys by 0.1·ln 2 + 1 (``temperature=code``), which is not in the
+    formula. It also counts the key at d = S twice in a forward pass of a whole text; here each key counts once.
+    """
+
+    @dataclass(frozen=True)
+    class Config(RegionRope.Config):
+        """Options of ``string``."""
+
+        shift: int = option(0, "S, distance from which keys are moved nearer, below L; 0: L/3", minimum=0)
+        window: int = option(0, "W, the ρ of distance S, at most S; 0: L/32, at most 512", minimum=0)
+        temperature: float | Literal["code"] = option(
+            1.0, "factor of queries and of keys; code: 0.1·ln 2 + 1, as in the authors' code", above=0
+        )
+
+    formula = "RoPE at ρ = d where d < S, else d - S + W"
+    paper = "An et al. 2024 (arXiv 2410.18745)"
+    name = "string"
+
+    def setup(self) -> None:
+        """Set the shift and the window in tokens."""
+        super().setup()
+        self.shift = self.resolve_length("shift", lambda length: length // 3)
+        self.window = self.resolve_length("window", lambda length: min(length // 32, _MAX_STRING_WINDOW))
+        if self.window > self.shift:
+            raise UserError(
+                f"'string': window={self.window} is more than shift={self.shift}: lower window or raise shift"
+            )
+        if self.original_length and self.shift >= self.original_length:
+            raise UserError(
+                f"'string': shift={self.shift} must be below the {self.original_length} tokens of the training"
+            )
+
+    def amplitude(self, at: Tensor, pos: Positions, key: bool) -> Tensor | None:
+        """Return the temperature of rotated pairs as (1, 1, 1), or None for 1."""
+        temperature = self.config.temperature
+        factor = 0.1 * math.log(2) + 1 if temperature == "code" else temperature
+        return None if factor == 1 else at.new_full((1, 1, 1), factor)
+
+    def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
+        """Return the regions of pairs, each with its rotary positions."""
+        return near_region(pos, self.shift), far_region(pos.q - (self.shift - self.window), pos.k, self.shift)
+
+
 def _floor_div(x: Tensor, divisor: int) -> Tensor:
     return torch.div(x, divisor, rounding_mode="floor")
 
@@ -310,7 +365,11 @@ ROTATION_OPTIONS = ("base", "rotary_fraction", "interleaved")
 
 
 def is_region_rope(spec: str) -> bool:
-    """Return whether ``spec`` names a subclass of :class:`RegionRope`."""
+    """Return whether ``spec``, or a part of a pattern of layers, names a subclass of :class:`RegionRope`."""
+    return any(_is_region_rope(layer_spec) for layer_spec in parse_pattern(spec).specs)
+
+
+def _is_region_rope(spec: str) -> bool:
     return issubclass(registry.resolve(spec)[0], RegionRope)
 
 
@@ -318,13 +377,20 @@ def check_trained_rotation(spec: str, trained: str) -> None:
     """Refuse a spec for a model that was trained with another rotation; its results would be meaningless.
 
     Args:
-        spec: spec of the encoding to evaluate with, a :class:`RegionRope`.
-        trained: spec of the encoding that the model was trained with.
+        spec: spec of the encoding to evaluate with, or a pattern of layers; only a :class:`RegionRope` is checked.
+        trained: spec of the encoding that the model was trained with, or a pattern of layers.
 
     Raises:
-        UserError: ``trained`` is neither rope nor a :class:`RegionRope`, has another base, rotary_fraction or
-            interleaved, or scales its frequencies.
+        UserError: a layer was trained neither with rope nor with a :class:`RegionRope`, has another base,
+            rotary_fraction or interleaved, or scales its frequencies.
     """
+    for layer_spec, trained_spec in parse_pattern(spec).pairs(parse_pattern(trained)):
+        if _is_region_rope(layer_spec):
+            _check_trained_rotation(layer_spec, trained_spec)
+
+
+def _check_trained_rotation(spec: str, trained: str) -> None:
+    """Run :func:`check_trained_rotation` for the :class:`RegionRope` of one layer."""
     config, (trained_cls, _, trained_config) = registry.resolve(spec)[2], registry.resolve(trained)
     if trained_cls is not Rope and not issubclass(trained_cls, RegionRope):
         raise UserError(
@@ -337,6 +403,6 @@ def check_trained_rotation(spec: str, trained: str) -> None:
                 f"'{spec}' has {key}={format_value(value)}, the model was trained with '{trained}': give "
                 f"{key}={format_value(trained_value)}"
             )
-    others = [f.name for f in fields(trained_config) if f.name not in (*ROTATION_OPTIONS, "original_length")]
+    others = [f.name for f in fields(trained_cls.Config) if f.name not in (*ROTATION_OPTIONS, "original_length")]
     if trained_cls is Rope and any(getattr(trained_config, key) != getattr(Rope.Config(), key) for key in others):
         raise UserError(f"'{spec}' needs plain rope, and the model was trained with '{trained}': evaluate it unchanged")

@@ -25,6 +25,7 @@ class Window(DistanceBias):
         window: int = option(512, "number of keys that a query sees, itself included", minimum=1)
 
     formula = "0 where d < window, else -inf"
+    limits_visibility = True
     figure_options = "window=64"  # the default is longer than most figures
     paper = "Qin, Zhong, Deng 2024 (arXiv 2307.10156), Eq. 8"
 

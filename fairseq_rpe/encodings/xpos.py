@@ -57,7 +57,7 @@ class XPos(Rotary):
         """Check that no option is set that has no effect with ``decay``."""
         cfg = self.config
         super().setup()
-        for f in fields(cfg):
+        for f in fields(self.Config):
             if cfg.decay is not None and f.name in ("scale_base", "gamma") and getattr(cfg, f.name) != f.default:
                 raise UserError(f"'xpos:decay={cfg.decay:g}' does not read {f.name}: leave it out")
         if cfg.decay == 1:

@@ -179,7 +179,7 @@ def measure_bias_only(
         epsilons: values of ε in (0, 1).
 
     Returns:
-        Statistics of each layer, or None if there is no additive bias or scores or positions are transformed.
+        Statistics of each layer, or None if no layer has an additive bias, or scores or positions are transformed.
     """
     encodings = [decoder.layer_encoding(layer) for layer in range(len(decoder.layers))]
     is_transformed = decoder.position_transforms.active(training=False) is not None
@@ -189,9 +189,10 @@ def measure_bias_only(
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     positions = Positions.arange(length, device=parameter.device, dtype=dtype)
     probe = AttentionMassProbe(decoder, length, rows, epsilons)
-    for encoding in encodings:
-        if (bias := encoding.position_bias(positions)) is None:
-            return None
+    biases = [encoding.attention_bias(positions) for encoding in encodings]
+    if all(bias is None for bias in biases):
+        return None
+    for encoding, bias in zip(encodings, biases, strict=True):
         zeros = torch.zeros(1, encoding.heads, length, 1, device=positions.k.device)
         probe.observe(zeros, zeros, zeros, AttentionPlan(positions, bias))
     return probe.layers
@@ -249,7 +250,8 @@ class MeasuredReceptiveField(AttentionMass):
         blocks: number of blocks.
         rows: number of measured queries in each block.
         layers: statistics of each layer.
-        bias_only: the same with q·k = 0, if all layers have an additive bias.
+        bias_only: the same with q·k = 0, if a layer has an additive bias.
+        layer_specs: encoding of each layer if they differ, else empty.
     """
 
     path: Path
@@ -257,6 +259,7 @@ class MeasuredReceptiveField(AttentionMass):
     rows: int
     layers: Sequence[LayerAttentionMass]
     bias_only: Sequence[LayerAttentionMass] | None
+    layer_specs: Sequence[str] = ()
 
 
 def measure_receptive_field(
@@ -287,6 +290,7 @@ def measure_receptive_field(
         rows=rows,
         layers=probe.layers,
         bias_only=bias_only,
+        layer_specs=decoder.encodings.layer_specs if decoder.encodings.is_mixed else (),
         series=None if bias_only is None else series_weights(decoder, length),
     )
 
@@ -425,7 +429,9 @@ def table(fields: Sequence[MeasuredReceptiveField], epsilons: Sequence[float]) -
     rows = []
     for field in fields:
         # name of a row -> (E, H) of a layer, or (E, layers·H) of the bias, which has one row for all layers
-        means = {str(number): layer.mean for number, layer in enumerate(field.layers)}
+        specs = [f" ({spec})" for spec in field.layer_specs] or [""] * len(field.layers)
+        names = [f"{number}{spec}" for number, spec in enumerate(specs)]
+        means = dict(zip(names, (layer.mean for layer in field.layers), strict=True))
         if field.bias_only:
             means["bias alone"] = torch.cat([layer.mean for layer in field.bias_only], dim=1)
         for name, mean in means.items():

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import is_pattern
 from fairseq_rpe.core.spec import canonical
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.base import registry
 from fairseq_rpe.encodings.longrope import SEED_SCALINGS, LongRope, seed_factors
+from fairseq_rpe.encodings.model import LayerEncodings
 from fairseq_rpe.encodings.rope import Rope
 from fairseq_rpe.evaluation.loading import check_language_model, load_model, one_line_errors, read_stream
 from fairseq_rpe.evaluation.loss_aggregation import MAX_BITS, check_finite, too_large_error
@@ -292,6 +292,11 @@ def _check_request(request: SearchRequest) -> tuple[Rope, int]:
 
 def _plain_rope(checkpoint: RpeCheckpoint) -> Rope:
     """Return the encoding of a checkpoint with ``rope`` without scaling; raise UserError for another one."""
+    if is_pattern(checkpoint.encoding):
+        raise UserError(
+            f"{checkpoint.path} was trained with '{checkpoint.encoding}', and longrope-search replaces one encoding of "
+            "all layers: use a checkpoint with rope in all layers"
+        )
     cls, _, config = registry.resolve(checkpoint.encoding)
     default = Rope.Config()
     allowed = {"base": default.base, "rotary_fraction": default.rotary_fraction, "interleaved": default.interleaved}
@@ -300,7 +305,8 @@ def _plain_rope(checkpoint: RpeCheckpoint) -> Rope:
             f"{checkpoint.path} was trained with '{checkpoint.encoding}': use a checkpoint with rope without scaling"
         )
     heads, width = (checkpoint.integer_setting(key) for key in ("decoder_attention_heads", "decoder_embed_dim"))
-    encoding = build(checkpoint.encoding, heads, width, checkpoint.train_length())
+    length, head_width = checkpoint.train_length(), checkpoint.head_width()
+    encoding = build(checkpoint.encoding, heads, width, length, head_width=head_width)
     assert isinstance(encoding, Rope)
     return encoding
 
@@ -372,5 +378,5 @@ class _CachedLosses:
         previous = decoder.encodings[0]
         device = next(self._model.parameters()).device
         encoding = build(spec, previous.heads, previous.width, self.length).to(device)
-        decoder.encodings = nn.ModuleList([encoding]).eval()
+        decoder.encodings = LayerEncodings([encoding], decoder.encodings.index).eval()
         decoder.length_dependent = encoding.length_dependent

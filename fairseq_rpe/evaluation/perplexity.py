@@ -25,6 +25,7 @@ from torch import Tensor
 from fairseq_rpe.attention.forward import positions_from_documents
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.decoder.cache import DecoderCache
 from fairseq_rpe.evaluation.loading import (
     check_language_model,
     load_model,
@@ -45,7 +46,6 @@ from fairseq_rpe.utils.progress import Progress
 logger = logging.getLogger(__name__)
 ADAPTIVE_CHUNK = 512  # targets of an adaptive softmax whose log-probabilities are in memory at a time
 Engine = Callable[[TextKey, int], TextResult]  # function of a key and the largest number of tokens in a batch
-Cache = dict[str, dict[str, Tensor]]  # fairseq's incremental state: keys, values and padding by layer
 
 
 class TokenBatch(NamedTuple):
@@ -218,7 +218,7 @@ def losses_by_position(
     return nats.cpu(), count
 
 
-def token_losses(model: Any, inputs: Tensor, targets: Tensor, state: Cache | None = None) -> Tensor:
+def token_losses(model: Any, inputs: Tensor, targets: Tensor, cache: DecoderCache | None = None) -> Tensor:
     """Return the losses of targets that are predicted at the last positions of the inputs.
 
     Gradients are recorded unless the caller runs it under ``torch.no_grad()``, as the evaluations do.
@@ -227,12 +227,12 @@ def token_losses(model: Any, inputs: Tensor, targets: Tensor, state: Cache | Non
         model: a ``transformer_rpe_lm`` in evaluation mode.
         inputs: (B, n) int64.
         targets: (B, s) int64, s <= n.
-        state: fairseq's incremental state, the KV cache.
+        cache: KV cache of the earlier tokens, or None.
 
     Returns:
         Negative log-likelihoods in nats, (B·s,).
     """
-    features = model.decoder(inputs, incremental_state=state, features_only=True)[0][:, -targets.shape[1] :]
+    features = model.decoder(inputs, incremental_state=cache, features_only=True)[0][:, -targets.shape[1] :]
     return _feature_losses(model, features.flatten(0, 1), targets.flatten())
 
 
@@ -243,7 +243,8 @@ def _feature_losses(model: Any, features: Tensor, targets: Tensor) -> Tensor:
     """
     decoder = model.decoder
     if decoder.adaptive_softmax is None:
-        return target_losses(features, decoder.output_projection.weight, targets)
+        softcap = getattr(decoder, "logit_softcap", 0.0)  # fairseq's own decoder has none
+        return target_losses(features, decoder.output_projection.weight, targets, softcap)
     losses = []
     chunks = zip(features.split(ADAPTIVE_CHUNK), targets.split(ADAPTIVE_CHUNK), strict=True)
     for chunk_features, chunk_targets in chunks:

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.decoder.cache import DecoderCache
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.evaluation.loss_aggregation import check_finite
-from fairseq_rpe.evaluation.perplexity import Cache, token_losses
-from fairseq_rpe.modules.attention import MovableCache
+from fairseq_rpe.evaluation.perplexity import token_losses
 from fairseq_rpe.utils.progress import Progress
 
 MAX_SEGMENTS = 64  # upper limit of the segments of text that the cached evaluation processes in parallel
@@ -214,12 +214,12 @@ def score_windows(
         return time.perf_counter()
 
     with Progress(title, "tokens", windows.tokens) as bar:
-        for inputs, targets, *state in batches:  # the cached evaluation also yields its KV cache
+        for inputs, targets, *cache in batches:  # the cached evaluation also yields its KV cache
             inputs, targets = inputs.to(device), targets.to(device)
             if not tokens:
                 token_losses(model, inputs, targets)  # warm-up: allocations and the choice of a back end
                 start = now()
-            nats += token_losses(model, inputs, targets, *state).double().sum()
+            nats += token_losses(model, inputs, targets, *cache).double().sum()
             tokens += targets.numel()
             bar.update(targets.numel())
     seconds = now() - start
@@ -229,7 +229,7 @@ def score_windows(
     return check_finite(nats), seconds
 
 
-def _cached_batches(model: Any, windows: Windows) -> Iterator[Batch | tuple[Tensor, Tensor, Cache]]:
+def _cached_batches(model: Any, windows: Windows) -> Iterator[Batch | tuple[Tensor, Tensor, DecoderCache]]:
     """Yield batches of up to ``MAX_SEGMENTS`` segments of text, in each of which the window moves by s new tokens.
 
     The cache of a segment starts with w - s tokens and drops the s oldest ones at every step. At every step, also
@@ -237,7 +237,7 @@ def _cached_batches(model: Any, windows: Windows) -> Iterator[Batch | tuple[Tens
     """
     if reason := cache_mismatch_reason(model, windows.window, windows.stride):
         raise UserError(reason)
-    decoder, state = model.decoder, MovableCache()
+    decoder, cache = model.decoder, DecoderCache(is_movable=True)
     overlap, later_starts = windows.window - windows.stride, windows.starts[1:]
     # So few segments that filling their caches computes at most about a quarter of the tokens of the steps.
     segments = max(1, min(MAX_SEGMENTS, windows.rows, len(later_starts) * windows.stride // (4 * overlap)))
@@ -245,20 +245,12 @@ def _cached_batches(model: Any, windows: Windows) -> Iterator[Batch | tuple[Tens
     yield windows.select(windows.first_window)
     if later_starts:
         prefix, _ = windows.select(WindowBatch(later_starts[::steps], overlap, 0))  # (segments, w - s)
-        decoder(prefix.to(next(decoder.parameters()).device), incremental_state=state, features_only=True)
+        decoder.features(prefix.to(next(decoder.parameters()).device), cache)
         for step in range(steps):
             starts = later_starts[step::steps]  # segment i is at window i·steps + step
-            _drop_oldest_keys(decoder, state, len(starts), overlap)
-            yield *windows.select(WindowBatch(starts, windows.window, windows.stride)), state
+            cache.keep_last(overlap, rows=len(starts))  # the last step may have fewer rows
+            yield *windows.select(WindowBatch(starts, windows.window, windows.stride)), cache
     yield from map(windows.select, windows.last_windows)
-
-
-def _drop_oldest_keys(decoder: Any, state: Cache, segments: int, tokens: int) -> None:
-    """Keep the last ``tokens`` keys and values of the first ``segments`` rows; the last step may have fewer rows."""
-    for layer in decoder.layers:
-        cache = layer.self_attn._get_input_buffer(state)  # name -> (B, H, w, D)
-        recent = {name: tensor[:segments, :, -tokens:] for name, tensor in cache.items()}
-        layer.self_attn._set_input_buffer(state, recent)
 
 
 def cache_mismatch_reason(model: Any, window: int, stride: int) -> str | None:
@@ -336,7 +328,7 @@ def _scores(encoding: Encoding, positions: Positions) -> list[Tensor]:
         (1, H, 1, i + 1) for each row i, nearest key first.
     """
     m = positions.k.shape[1]
-    bias, heads = encoding.position_bias(positions), encoding.heads
+    bias, heads = encoding.attention_bias(positions), encoding.heads
     generator = torch.Generator().manual_seed(0)
     # one query and one key for each head, (2, 1, H, 1, D), at all m positions
     contents = torch.randn(2, 1, heads, 1, encoding.width // heads, dtype=torch.float64, generator=generator)

@@ -7,7 +7,7 @@ import io
 import re
 import textwrap
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -22,6 +22,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from matplotlib.transforms import offset_copy
 
+from fairseq_rpe.core.layer_pattern import is_pattern
 from fairseq_rpe.core.looks import COLOURS, MARKERS, RegisteredLook
 from fairseq_rpe.encodings import registry as encoding_registry
 from fairseq_rpe.figures import WIDTHS
@@ -43,6 +44,7 @@ LINE_LABEL = 8.0  # points
 _LINE_SPACING = 1.2  # of labels at line ends, relative to their font size
 _LABEL_DISTANCE = 20.0  # points from the panel to the labels at line ends
 _CHARACTER_WIDTH = 0.55  # mean width of a character / font size
+_LONGEST_PATTERN = 40  # characters of a pattern of layers that a legend shows with all options
 _FIT_SHARE = 0.95  # of the available space: a text that is longer is broken into lines
 _chosen: ContextVar[float | None] = ContextVar("figure_width", default=None)
 
@@ -79,7 +81,8 @@ def assign_looks(specs: Sequence[str]) -> dict[str, Look]:
     for spec in specs:
         if spec in fixed:
             continue
-        name = re.split(r"[:\s]", spec, maxsplit=1)[0]  # without options and suffixes such as "(layer 0)"
+        # without options and suffixes such as "(layer 0)"; patterns of layers differ in all of their text
+        name = spec if is_pattern(spec) else re.split(r"[:\s]", spec, maxsplit=1)[0]
         colour = registered[name][0] if name in registered else zlib.crc32(name.encode()) % count
         candidates = [(c % count, m) for c in range(colour, colour + count) for m in range(len(MARKERS))]
         fixed[spec] = next((look for look in candidates if look not in taken), candidates[0])
@@ -215,7 +218,7 @@ def _available_space(figure: Figure, axes: Axes) -> tuple[float, float]:
 
 def _break_line(line: str, most: int) -> list[str]:
     """Break a line of more than ``most`` characters at spaces and after the punctuation of a spec."""
-    marked = re.sub(r"([,:](?=[^\s\d])|[=_](?=\S))", "\\1\x1f ", line)
+    marked = re.sub(r"([,:](?=[^\s\d])|[=_|](?=\S))", "\\1\x1f ", line)
     # "\x1f " marks a place in a spec where the line may be broken
     pieces = textwrap.wrap(marked, most, break_long_words=False, break_on_hyphens=False)
     return [piece.replace("\x1f ", "").removesuffix("\x1f") for piece in pieces] or [""]
@@ -267,10 +270,27 @@ def set_decade_axis(axes: Axes, along: str = "y", narrow: bool = False) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+def shorten_patterns(labels: Iterable[str]) -> dict[str, str]:
+    """Return the text to show for each label: long patterns of layers without options, if they then still differ.
+
+    >>> shorten_patterns(["3*rope:base=500000,local=128|nope:query_scale=ssmax", "alibi"])
+    {'3*rope:base=500000,local=128|nope:query_scale=ssmax': '3*rope+…|nope+…', 'alibi': 'alibi'}
+    """
+    shown = {
+        label: re.sub(r":[^|\s]*", "+…", label) if len(label) > _LONGEST_PATTERN and is_pattern(label) else label
+        for label in labels
+    }
+    texts = list(shown.values())
+    return {label: text if texts.count(text) == 1 else label for label, text in shown.items()}
+
+
 def add_legend(figure: Figure, loc: str = "outside lower center", ncols: int = 1, **options: Any) -> None:
     """Add one legend for all panels, by default below them, in as many columns up to ``ncols`` as fit."""
     for columns in range(ncols, 0, -1):
         legend = figure.legend(loc=loc, **{**_LEGEND_OPTIONS, **options, "ncols": columns})
+        shown = shorten_patterns([text.get_text() for text in legend.get_texts()])
+        for text in legend.get_texts():
+            text.set_text(shown[text.get_text()])
         available = figure.bbox.width / legend.get_window_extent().width
         if available >= 1:
             return
@@ -315,6 +335,7 @@ def label_line_ends(figure: Figure, ends: Mapping[Axes, Sequence[LineEnd]]) -> N
     """
     fit_texts(figure)
     figure.draw_without_rendering()
+    shown = shorten_patterns([end.name for line_ends in ends.values() for end in line_ends])
     for axes, line_ends in ends.items():
         height = axes.get_window_extent().height * 72 / figure.dpi
         # heights in the panel, from 0 to 1
@@ -330,7 +351,7 @@ def label_line_ends(figure: Figure, ends: Mapping[Axes, Sequence[LineEnd]]) -> N
             end, inside = line_ends[k], 0.0 <= heights[k] <= 1.0
             lead = {"arrowstyle": "-", "color": end.colour, "linewidth": 0.8, "shrinkA": 0.0, "shrinkB": 2.0}
             axes.annotate(
-                end.name,
+                shown[end.name],
                 (end.x, end.y) if inside else (1.0, y),
                 xycoords="data" if inside else "axes fraction",
                 xytext=(1.0, y),

@@ -5,30 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.evaluation import records
 from fairseq_rpe.evaluation.position_limits import max_items
 from fairseq_rpe.evaluation.records import ExactMatchKey, ExactMatchResult
+from fairseq_rpe.reports.kind_report import KindReport, MetricTags
 from fairseq_rpe.reports.sweep_results import Accuracies, load_accuracies
+from fairseq_rpe.sweeps import grid
 from fairseq_rpe.sweeps.costs import forward_cost
-from fairseq_rpe.sweeps.grid import (
-    Evaluation,
-    SweepRun,
-    build_runs,
-    command_line,
-    common_arguments,
-    lengths_within_limit,
-)
-from fairseq_rpe.sweeps.inputs import Inputs
-from fairseq_rpe.sweeps.resolve import Sweep
-from fairseq_rpe.sweeps.sweep_kind import MetricTags, SweepKind
+from fairseq_rpe.sweeps.grid import Evaluation, SweepRun
+from fairseq_rpe.sweeps.resolve import Inputs, Sweep
+from fairseq_rpe.sweeps.sweep_kind import SweepKind
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
 
 if TYPE_CHECKING:
+    from fairseq_rpe.reports.chapters.training import TrainedRun
     from fairseq_rpe.reports.page import ReportContent
 
 
@@ -36,30 +29,27 @@ class AlgorithmsKind(SweepKind):
     """Evaluation on generated tasks."""
 
     name = "algorithms"
-    subject = "algorithmic tasks"
-    measured = "exact-match accuracies"
+    generates_data = True
     result_type = ExactMatchResult
-    csv_name, figure_name = "accuracy", "accuracy"
-
-    def check_options(self, recipe: str, data: Path | None, algorithms: Sequence[str] | None) -> None:
-        """Refuse DATA."""
-        if data is not None:
-            raise UserError(f"recipe '{recipe}' generates its data: drop {data}")
 
     def build_runs(self, sweep: Sweep, inputs: Inputs, without_bias: Collection[str] = ()) -> list[SweepRun]:
         """Build one run per task, method and seed."""
-        return build_runs(sweep, None, without_bias, self, partial(_evaluations, sweep))
+        return grid.build_runs(sweep, None, without_bias, self.result_type, partial(_evaluations, sweep))
 
-    def evaluation_costs(self, evaluation: Evaluation) -> list[float]:
-        """Return the cost of all examples of each length."""
-        return [exact_match_cost(key) for key in evaluation.keys if isinstance(key, ExactMatchKey)]
+
+class AlgorithmsReport(KindReport[Accuracies]):
+    """Report on exact-match accuracies."""
+
+    subject = "algorithmic tasks"
+    measured = "exact-match accuracies"
+    csv_name, figure_name = "accuracy", "accuracy"
 
     def load_results(self, folder: SweepFolder, record: SweepRecord) -> Accuracies:
         """Read the accuracies of the finished runs."""
         return load_accuracies(folder, record)
 
-    def report_builder(
-        self, folder: SweepFolder, record: SweepRecord, runs: Sequence[Any], results: Accuracies, delta: float
+    def content_builder(
+        self, folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], results: Accuracies, delta: float
     ) -> tuple[Callable[[], ReportContent], dict[str, str]]:
         """Return chapters on accuracies; there are no further tables."""
         from fairseq_rpe.reports.chapters import exact_match
@@ -106,15 +96,19 @@ def _evaluations(sweep: Sweep, run: SweepRun, method: Method) -> list[Evaluation
         raise UserError(f"'{run.config.algorithm}' has {missing}")
     requested = sorted(sweep.lengths or task.lengths(sweep.split))
     limit = max_items(method.positions_eval, task, sweep.split)
-    lengths, skipped = lengths_within_limit(limit, requested, method, task.length_unit)
-    common = common_arguments(run, method, lengths if sweep.lengths or skipped else ())
-    command = command_line("eval-task", str(run.folder.checkpoints.last), "--split", sweep.split, *common)
-    overrides: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval}
-    overrides["draws"] = records.default_draws(method.positions_eval)
-    key = ExactMatchKey(checkpoint="", algorithm=run.config.algorithm, split=sweep.split, **overrides, length=1)
+    lengths, skipped = grid.lengths_within_limit(limit, requested, method, task.length_unit)
+    common = grid.common_arguments(run, method, lengths if sweep.lengths or skipped else ())
+    command = grid.command_line("eval-task", str(run.folder.checkpoints.last), "--split", sweep.split, *common)
+    key = grid.method_key(ExactMatchKey, method, algorithm=run.config.algorithm, split=sweep.split)
     depths = task.depths(sweep.split) or (None,)
     keys = tuple(replace(key, length=n, depth=depth) for n in lengths for depth in depths)
-    return [Evaluation(command, keys, skipped_lengths=skipped)]
+    costs = partial(_costs, keys)
+    return [Evaluation(command, keys, costs, skipped_lengths=skipped)]
+
+
+def _costs(keys: Sequence[ExactMatchKey]) -> list[float]:
+    return [exact_match_cost(key) for key in keys]
 
 
 KIND = AlgorithmsKind()
+REPORT = AlgorithmsReport()

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.evaluation import records
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.question_records import QuestionKey, QuestionRequest, QuestionResult
 from fairseq_rpe.kinds.text import KIND as TEXT
-from fairseq_rpe.kinds.text import check_training_text, refuse_algorithms
+from fairseq_rpe.kinds.text import check_training_text
 from fairseq_rpe.questions import dataset
 from fairseq_rpe.questions.metrics import is_streamable
+from fairseq_rpe.reports.kind_report import KindReport, MetricTags
 from fairseq_rpe.reports.question_scores import Scores, load_scores
 from fairseq_rpe.runs import training_data
 from fairseq_rpe.runs.settings import make_plan
 from fairseq_rpe.runs.training_config import TrainingConfig
+from fairseq_rpe.sweeps import grid
 from fairseq_rpe.sweeps.costs import forward_cost
-from fairseq_rpe.sweeps.grid import (
-    Evaluation,
-    SweepRun,
-    command_line,
-    common_arguments,
-    lengths_within_limit,
-    plan_continuation,
-    training_config,
-)
-from fairseq_rpe.sweeps.inputs import Inputs
+from fairseq_rpe.sweeps.grid import Evaluation, SweepRun
 from fairseq_rpe.sweeps.recipes import FineTuningConfig, Preset, QuestionFolder, batch_per_process
-from fairseq_rpe.sweeps.resolve import Draft, Sweep
-from fairseq_rpe.sweeps.sweep_kind import MetricTags, SweepKind
+from fairseq_rpe.sweeps.resolve import Inputs, Sweep
+from fairseq_rpe.sweeps.sweep_kind import SweepKind
 from fairseq_rpe.sweeps.sweep_record import Method, QuestionConfig, SweepFolder, SweepRecord
 
 if TYPE_CHECKING:
+    from fairseq_rpe.reports.chapters.training import TrainedRun
     from fairseq_rpe.reports.page import ReportContent
 
 
@@ -45,11 +38,8 @@ class AnswersKind(SweepKind):
     """Evaluation on questions: pre-training on text, fine-tuning on each folder of questions, scores of answers."""
 
     name = "answers"
-    subject = "questions"
-    measured = "scores of answers"
-    result_type = QuestionResult
-    csv_name, figure_name = "scores", "scores"
     default_split = "valid"
+    result_type = QuestionResult
 
     def select_presets(self, presets: dict[str, Preset], source: str) -> dict[str, Preset]:
         """Return the presets with questions; a preset of the recipe's base may have none."""
@@ -58,19 +48,6 @@ class AnswersKind(SweepKind):
             if not has_questions[label] and (preset.question_keys() or not any(has_questions.values())):
                 raise UserError(f"{source}: preset '{label}' lacks questions: name a prepared folder of them")
         return {label: preset for label, preset in presets.items() if has_questions[label]}
-
-    def check_options(self, recipe: str, data: Path | None, algorithms: Sequence[str] | None) -> None:
-        """Refuse --algorithms."""
-        refuse_algorithms(recipe, algorithms)
-
-    def fill_draft(self, draft: Draft, preset: Preset, train_length: int) -> None:
-        """Take the folders of questions from --eval-data or the preset, and lengths from the fine-tuning."""
-        draft.questions = _question_folders(preset, draft.evaluate)
-        draft.evaluate = {}  # --eval-data names questions here, not texts
-        draft.lengths = draft.lengths or ((preset.tuning and preset.tuning.tokens) or train_length,)
-        if draft.max_tokens is not None:
-            name = draft.recipe.name if draft.recipe else ""
-            raise UserError(f"recipe '{name}' asks questions: drop --max-tokens, which is about perplexity")
 
     def build_runs(self, sweep: Sweep, inputs: Inputs, without_bias: Collection[str] = ()) -> list[SweepRun]:
         """Build a pre-training for each (encoding, seed) and a fine-tuning for each (question folder, method, seed).
@@ -108,16 +85,20 @@ class AnswersKind(SweepKind):
         if sweep.data is not None and sweep.data.is_dir():
             check_training_text(sweep, max(run.plan.settings.tokens for run in pretrainings))
 
-    def evaluation_costs(self, evaluation: Evaluation) -> list[float]:
-        """Return the cost of all questions of a set at each length of the context."""
-        return [_question_cost(key, evaluation.data) for key in evaluation.keys if isinstance(key, QuestionKey)]
+
+class AnswersReport(KindReport[Scores]):
+    """Report on scores of answers."""
+
+    subject = "questions"
+    measured = "scores of answers"
+    csv_name, figure_name = "scores", "scores"
 
     def load_results(self, folder: SweepFolder, record: SweepRecord) -> Scores:
         """Read the scores of the finished runs."""
         return load_scores(folder, record)
 
-    def report_builder(
-        self, folder: SweepFolder, record: SweepRecord, runs: Sequence[Any], results: Scores, delta: float
+    def content_builder(
+        self, folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], results: Scores, delta: float
     ) -> tuple[Callable[[], ReportContent], dict[str, str]]:
         """Return chapters on scores; there are no further tables."""
         from fairseq_rpe.reports.chapters import question_answering
@@ -137,21 +118,11 @@ class AnswersKind(SweepKind):
         return {f"score_at/{length}": value for length, value in curve.items()}, curve
 
 
-def _question_folders(preset: Preset, eval_data: Mapping[str, Path]) -> dict[str, QuestionFolder]:
-    """Return the folders of ``--eval-data`` or else those of the preset.
-
-    A name that the preset has, too, keeps the preset's command of preparation and its choice of sets.
-    """
-    if not eval_data:
-        return dict(preset.questions)
-    folders = {name: preset.questions.get(name, QuestionFolder("")) for name in eval_data}
-    return {name: replace(folder, data=str(eval_data[name])) for name, folder in folders.items()}
-
-
-def _question_cost(key: QuestionKey, data: Path | None) -> float:
-    """Return the cost of all questions of a set."""
-    info = dataset.load_dataset(data).sets[key.set].splits[key.split] if data and data.is_dir() else None
-    return forward_cost((info.questions if info else 1) * key.length, key.length)
+def _costs(keys: Sequence[QuestionKey], data: Path) -> list[float]:
+    """Return the cost of all questions of a set at each length of the context."""
+    sets = dataset.load_dataset(data).sets if data.is_dir() else None
+    counts = [sets[key.set].splits[key.split].questions if sets else 1 for key in keys]
+    return [forward_cost(count * key.length, key.length) for count, key in zip(counts, keys, strict=True)]
 
 
 def _pretraining(sweep: Sweep, method: Method, seed: int, digest: str | None, logs_encodings: bool) -> SweepRun:
@@ -175,8 +146,9 @@ def _pretraining(sweep: Sweep, method: Method, seed: int, digest: str | None, lo
 def _training_on_text(
     sweep: Sweep, out: Path, method: Method, seed: int, digest: str | None, logs_encodings: bool
 ) -> SweepRun:
-    config = training_config(replace(sweep, out=out), method, seed, None, None, logs_encodings)
-    return SweepRun(SweepFolder(out).run_folder(method, seed), config, make_plan(config, digest or ""), TEXT)
+    config = grid.training_config(replace(sweep, out=out), method, seed, None, None, logs_encodings)
+    folder = SweepFolder(out).run_folder(method, seed)
+    return SweepRun(folder, config, make_plan(config, digest or ""), TEXT.result_type)
 
 
 def _fine_tuning(
@@ -184,7 +156,7 @@ def _fine_tuning(
 ) -> SweepRun:
     preset = sweep.preset or Preset()
     tuning, question_config = preset.tuning or FineTuningConfig(), preset.question_config or QuestionConfig()
-    config = training_config(sweep, method, seed, None, parent, logs_encodings)
+    config = grid.training_config(sweep, method, seed, None, parent, logs_encodings)
     sweep_folder, data = SweepFolder(sweep.out), Path(sweep.questions[label].data)
     folder = sweep_folder.run_folder(method, seed, label)
     # encodings and positions keep the length of the pre-training
@@ -201,8 +173,8 @@ def _fine_tuning(
     kind = question_config.checkpoint
     if kind == "best" and data.is_dir():
         _check_scores(data)
-    plan = plan_continuation(method, config, digest)
-    return SweepRun(folder, config, plan, KIND, parent, checkpoint_kind=kind)
+    plan = grid.plan_continuation(method, config, digest)
+    return SweepRun(folder, config, plan, KIND.result_type, parent, checkpoint_kind=kind)
 
 
 def _check_scores(data: Path) -> None:
@@ -231,7 +203,7 @@ def _evaluation(sweep: Sweep, folder: QuestionFolder, run: SweepRun, method: Met
     config = (sweep.preset or Preset()).question_config or QuestionConfig()
     data, pretraining_length = Path(folder.data), (run.parent or run).plan.settings.tokens
     limit = max_length(method.positions_eval, pretraining_length)
-    lengths, skipped = lengths_within_limit(limit, sweep.lengths, method, "tokens")
+    lengths, skipped = grid.lengths_within_limit(limit, sweep.lengths, method, "tokens")
     request = QuestionRequest(
         checkpoint=run.folder.checkpoints.checkpoint_path(config.checkpoint),
         data=data,
@@ -240,26 +212,23 @@ def _evaluation(sweep: Sweep, folder: QuestionFolder, run: SweepRun, method: Met
         split=sweep.split,
         rpe=method.rpe_eval,
         positions_eval=method.positions_eval,
-        answer_mode=config.answer_mode,
-        beam=config.beam,
-        truncate=config.truncate,
+        **config.options,
     )
-    words = command_line("eval-questions", str(request.checkpoint), str(data), "--split", sweep.split)
+    words = grid.command_line("eval-questions", str(request.checkpoint), str(data), "--split", sweep.split)
     words += ["--sets", ",".join(folder.sets)] if folder.sets else []
     changed = {key: value for key, value in config.options.items() if value != getattr(QuestionConfig(), key)}
     words += [word for key, value in changed.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     words += ["--predictions", str(run.folder.path / "answers" / method.name)]
-    words += common_arguments(run, method, lengths)
-    keys = request.keys_for_digest("") if data.is_dir() else _presumed_keys(request)
-    return Evaluation(words, tuple(keys), data, skipped_lengths=skipped)
+    words += grid.common_arguments(run, method, lengths)
+    keys = request.keys_for_digest("") if data.is_dir() else _presumed_keys(request, method)
+    return Evaluation(words, tuple(keys), partial(_costs, keys, data), data, skipped_lengths=skipped)
 
 
-def _presumed_keys(request: QuestionRequest) -> list[QuestionKey]:
+def _presumed_keys(request: QuestionRequest, method: Method) -> list[QuestionKey]:
     """Return the keys of a folder that does not exist yet; without ``sets``, of one set with an empty name."""
-    overrides: dict[str, Any] = {"rpe": request.rpe, "positions": request.positions_eval}
-    overrides["draws"] = records.default_draws(request.positions_eval)
-    key = QuestionKey(checkpoint="", data="", split=request.split, set="", **overrides, length=1)
+    key = grid.method_key(QuestionKey, method, data="", split=request.split, set="")
     return [replace(key, set=name, length=n) for name in request.sets or ("",) for n in request.lengths]
 
 
 KIND = AnswersKind()
+REPORT = AnswersReport()

@@ -6,30 +6,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation import records
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.records import TextKey, TextResult
+from fairseq_rpe.reports.kind_report import KindReport, MetricTags
 from fairseq_rpe.reports.sweep_results import Perplexities, load_perplexities
 from fairseq_rpe.runs import training_data
+from fairseq_rpe.sweeps import grid
 from fairseq_rpe.sweeps.costs import forward_cost
-from fairseq_rpe.sweeps.grid import (
-    Evaluation,
-    SweepRun,
-    build_runs,
-    command_line,
-    common_arguments,
-    lengths_within_limit,
-)
-from fairseq_rpe.sweeps.inputs import Inputs
-from fairseq_rpe.sweeps.resolve import Sweep
-from fairseq_rpe.sweeps.sweep_kind import MetricTags, SweepKind
+from fairseq_rpe.sweeps.grid import Evaluation, SweepRun
+from fairseq_rpe.sweeps.resolve import Inputs, Sweep
+from fairseq_rpe.sweeps.sweep_kind import SweepKind
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
 
 if TYPE_CHECKING:
+    from fairseq_rpe.reports.chapters.training import TrainedRun
     from fairseq_rpe.reports.page import ReportContent
 
 _Texts = Mapping[str | None, tuple[Path, str]]  # folder and digest by name; None names the text of the training
@@ -39,16 +33,7 @@ class TextKind(SweepKind):
     """Evaluation on text."""
 
     name = "text"
-    subject = "text"
-    measured = "perplexities"
     result_type = TextResult
-    csv_name, figure_name = "results", "ppl"
-    extra_tables = ("extrapolation.csv",)
-    has_definition = True
-
-    def check_options(self, recipe: str, data: Path | None, algorithms: Sequence[str] | None) -> None:
-        """Refuse --algorithms."""
-        refuse_algorithms(recipe, algorithms)
 
     def build_runs(self, sweep: Sweep, inputs: Inputs, without_bias: Collection[str] = ()) -> list[SweepRun]:
         """Build one run per method and seed, evaluated on each text."""
@@ -56,7 +41,7 @@ class TextKind(SweepKind):
         if sweep.data is not None:
             texts[None] = sweep.data, inputs.data or ""
         texts |= {name: (data, inputs.texts[name]) for name, data in sweep.evaluate.items()}
-        return build_runs(sweep, inputs.data, without_bias, self, partial(_evaluations, sweep, texts))
+        return grid.build_runs(sweep, inputs.data, without_bias, self.result_type, partial(_evaluations, sweep, texts))
 
     def check_lengths(self, sweep: Sweep, runs: Sequence[SweepRun]) -> None:
         """Check that texts fill blocks of all lengths, and that batches hold a block."""
@@ -75,29 +60,33 @@ class TextKind(SweepKind):
             if by_document:
                 corpus.check_document_block(text, sweep.split, longest)
 
-    def evaluation_costs(self, evaluation: Evaluation) -> list[float]:
-        """Return the cost of all tokens of the split at each length."""
-        if evaluation.data is None:
-            return []
-        split = evaluation.keys[0].split
-        tokens = corpus.count_tokens(evaluation.data, split)
-        return [forward_cost(tokens, key.length) for key in evaluation.keys]
+
+class TextReport(KindReport[Perplexities]):
+    """Report on perplexities."""
+
+    subject = "text"
+    measured = "perplexities"
+    csv_name, figure_name = "results", "ppl"
+    extra_tables = ("extrapolation.csv",)
+    has_definition = True
 
     def load_results(self, folder: SweepFolder, record: SweepRecord) -> Perplexities:
         """Read the perplexities of the finished runs."""
         return load_perplexities(folder, record)
 
-    def report_builder(
-        self, folder: SweepFolder, record: SweepRecord, runs: Sequence[Any], results: Perplexities, delta: float
+    def content_builder(
+        self, folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], results: Perplexities, delta: float
     ) -> tuple[Callable[[], ReportContent], dict[str, str]]:
         """Return chapters on perplexities, and the verdicts on Definition 0.1 as ``extrapolation.csv``."""
         from fairseq_rpe.reports import extrapolation_definition
-        from fairseq_rpe.reports.chapters import perplexities
+        from fairseq_rpe.reports.chapters import perplexities, published_comparison
 
         predictions = extrapolation_definition.predict_verdicts(folder, record)
         verdicts = extrapolation_definition.observe_verdicts(results, predictions)
         theory = extrapolation_definition.definition_blocks(verdicts, results.train_length, delta)
-        builder = partial(perplexities.build_content, record, runs, results, theory)
+        published = published_comparison.comparison_blocks(record, runs, results)
+        models = perplexities.ComparedModels.from_sweep(record, runs)
+        builder = partial(perplexities.build_content, models, results, theory, published)
         return builder, {"extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta)}
 
     def metric_tags(self, results: Perplexities) -> MetricTags:
@@ -111,20 +100,6 @@ class TextKind(SweepKind):
         """Return the perplexities of a run."""
         curve = {row.result.length: row.result.ppl for row in results.results}
         return {f"ppl_at/{length}": ppl for length, ppl in curve.items()}, curve
-
-
-def refuse_algorithms(recipe: str, algorithms: Sequence[str] | None) -> None:
-    """Refuse --algorithms for a recipe that trains on text.
-
-    Args:
-        recipe: name of the recipe.
-        algorithms: generated tasks, None if the command line has none.
-
-    Raises:
-        UserError: the command line has generated tasks.
-    """
-    if algorithms is not None:
-        raise UserError(f"recipe '{recipe}' compares on text: drop --algorithms")
 
 
 def check_training_text(sweep: Sweep, train_tokens: int) -> None:
@@ -148,16 +123,15 @@ def _evaluations(sweep: Sweep, texts: _Texts, run: SweepRun, method: Method) -> 
     train_length = (run.parent or run).plan.settings.tokens
     requested = sorted({train_length, *filter(None, further), *sweep.lengths})
     limit = max_length(method.positions_eval, run.plan.settings.tokens)
-    lengths, skipped = lengths_within_limit(limit, requested, method, "tokens")
-    words = ["--split", sweep.split, *common_arguments(run, method, lengths if sweep.lengths or skipped else ())]
+    lengths, skipped = grid.lengths_within_limit(limit, requested, method, "tokens")
+    words = ["--split", sweep.split, *grid.common_arguments(run, method, lengths if sweep.lengths or skipped else ())]
     words += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
-    overrides: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval}
-    overrides["draws"] = records.default_draws(method.positions_eval)
-    key = TextKey(checkpoint="", split=sweep.split, **overrides, length=1)
+    key = grid.method_key(TextKey, method, split=sweep.split)
     return [
         Evaluation(
-            command_line("eval", str(run.folder.checkpoints.last), str(data), *words),
+            grid.command_line("eval", str(run.folder.checkpoints.last), str(data), *words),
             tuple(replace(key, data=digest, length=n) for n in lengths),
+            partial(_costs, data, sweep.split, lengths),
             data,
             name,
             skipped,
@@ -166,4 +140,11 @@ def _evaluations(sweep: Sweep, texts: _Texts, run: SweepRun, method: Method) -> 
     ]
 
 
+def _costs(data: Path, split: str, lengths: Sequence[int]) -> list[float]:
+    """Return the cost of all tokens of the split at each length."""
+    tokens = corpus.count_tokens(data, split)
+    return [forward_cost(tokens, length) for length in lengths]
+
+
 KIND = TextKind()
+REPORT = TextReport()

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Optional
 
 import torch
-from fairseq import distributed_utils, options
+from fairseq import distributed_utils, options, utils
+from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig, base_lm_architecture
@@ -15,9 +16,17 @@ from omegaconf import II
 
 from fairseq_rpe.checkpoints.model_sizes import ARCH_PREFIX, MODEL_SIZES
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import is_pattern, parse_pattern
+from fairseq_rpe.decoder.config import (
+    BLOCK_PRESETS,
+    COMPUTE_DTYPES,
+    DEFAULT_FFN_MULTIPLE,
+    GATED_ACTIVATIONS,
+    gated_ffn_width,
+)
 from fairseq_rpe.encodings import load_module
 from fairseq_rpe.encodings.model import build_for_model
-from fairseq_rpe.modules.decoder import COMPUTE_DTYPES, RPEDecoder
+from fairseq_rpe.modules.decoder import RPEDecoder, decoder_config
 from fairseq_rpe.positions.position_transforms import PositionTransforms, check_transforms
 from fairseq_rpe.utils.files import vocabulary_digest
 
@@ -36,10 +45,50 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
     """Flags in addition to those of fairseq's transformer_lm."""
 
     rpe: str = _flag(
-        "sinusoidal", "positional encoding: name or name:key=value,key=value ('fairseq-rpe list' shows all)"
+        "sinusoidal",
+        "positional encoding: name or name:key=value,key=value ('fairseq-rpe list' shows all), or a pattern of layers "
+        "such as '3*rope:local=128|nope', repeated over the layers and cut off at the last one",
     )
     rpe_share: str = _flag("auto", "one encoding per 'model' or per 'layer', or 'auto': as in the encoding's paper")
     attention_backend: str = _flag("auto", "auto, reference, sdpa, flex or triton")
+    block: str = _flag(
+        "classic",
+        "blocks of the layers: classic, or llama with RMSNorm, SwiGLU, no biases and unscaled embeddings; the "
+        "following flags change single options",
+    )
+    norm: Optional[str] = _flag(None, "layernorm or rmsnorm (default: that of --block)")
+    norm_eps: Optional[float] = _flag(None, "epsilon of every norm (default: 1e-5 for classic, 1e-6 for llama)")
+    norm_position: Optional[str] = _flag(None, "pre: x + f(N(x)), or output: x + N(f(x)) as in OLMo 2 (default: pre)")
+    bias: Optional[str] = _flag(
+        None, "yes or no: biases of linear layers and layer norms (default: yes for classic, no for llama)"
+    )
+    block_init: Optional[str] = _flag(
+        None,
+        "initial weights: fairseq (Xavier), llama (normal, 0.02) or gpt2 (as llama, and outputs to the residual "
+        "divided by the square root of their number); default: that of --block, fairseq or llama",
+    )
+    activation_fn: Optional[ChoiceEnum([*utils.get_available_activation_fns(), *GATED_ACTIVATIONS])] = _flag(
+        None,
+        "activation of feed-forward layers; swiglu and geglu multiply by a gate (default: that of the architecture "
+        "for --block classic, swiglu for llama)",
+    )
+    ffn_multiple: Optional[int] = _flag(
+        None,
+        "with a gated activation and without --decoder-ffn-embed-dim: the feed-forward layers are 8/3 times as wide "
+        "as the model, rounded up to a multiple of this number (default: 8)",
+    )
+    kv_heads: Optional[int] = _flag(
+        None, "key/value heads, each shared by as many query heads (default: --decoder-attention-heads)"
+    )
+    head_dim: Optional[int] = _flag(
+        None, "width of an attention head (default: --decoder-embed-dim / --decoder-attention-heads)"
+    )
+    qk_norm: Optional[str] = _flag(
+        None, "RMSNorm of queries and keys before their rotation: none, head or whole, over all heads (default: none)"
+    )
+    logit_softcap: Optional[float] = _flag(
+        None, "c of c*tanh(s/c), applied to the output logits s; 0: none (default: 0)"
+    )
     compute_dtype: Optional[str] = _flag(
         None, "dtype of matrix products: fp32, or bf16 with all else in float32 (default: fp32)"
     )
@@ -85,14 +134,17 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
             load_module(args.rpe_module)
         _check_vocabulary(args, task.source_dictionary)
         _complete_settings(args)
+        blocks = _block_options(args)
 
         cfg = TransformerConfig.from_namespace(args)
         cfg.no_token_positional_embeddings = True
         encodings = _encodings(args, task.source_dictionary.symbols)
         rank = distributed_utils.get_data_parallel_rank() if torch.distributed.is_initialized() else 0
-        transforms = _position_transforms(args, encodings[0], rank)
-        embedding, backend = cls._embedding(args, task), str(args.attention_backend)
-        decoder = RPEDecoder(cfg, task.target_dictionary, embedding, encodings, transforms, backend, args.compute_dtype)
+        transforms = _position_transforms(args, encodings, rank)
+        embedding, dictionary = cls._embedding(args, task), task.target_dictionary
+        computation = {"backend": str(args.attention_backend), "compute_dtype": args.compute_dtype}
+        config = decoder_config(cfg, len(dictionary), dictionary.pad(), **blocks, **computation)
+        decoder = RPEDecoder(cfg, config, dictionary, embedding, encodings, transforms)
         if args.rpe_log_encodings_every:
             _log_encodings(decoder, args, rank)
         return cls(decoder)
@@ -137,11 +189,16 @@ def _refuse_unsupported(args):
         "no_token_positional_embeddings": "--no-token-positional-embeddings: use --rpe nope instead",
         "decoder_learned_pos": "--decoder-learned-pos: use --rpe learned instead",
         "decoder_xformers_att_config": "xFormers attention has no position bias: drop --decoder-xformers-att-config",
+        "base_layers": "mixture-of-experts layers are not supported: drop --base-layers",
         "offload_activations": "--offload-activations is not supported: use --checkpoint-activations",
     }
     for key, message in refusals.items():
         if getattr(args, key, None):
             raise UserError(message)
+    if args.decoder_layers_to_keep and is_pattern(str(args.rpe)):
+        raise UserError(
+            "--decoder-layers-to-keep would give the remaining layers other encodings: use one encoding for all layers"
+        )
     if args.tie_adaptive_weights and not args.adaptive_input:
         raise UserError("--tie-adaptive-weights needs --adaptive-input")
     if str(args.rpe_share) not in SHARING_OPTIONS:
@@ -175,6 +232,57 @@ def _log_encodings(decoder, args, rank):
     decoder.register_forward_pre_hook(encoding_logger)
 
 
+def _complete_block_flags(args):
+    """Set flags of the blocks that are not given to the values of the preset, so that checkpoints record them all."""
+    preset = BLOCK_PRESETS[args.block]
+    values = {
+        "norm": preset["norm"],
+        "norm_eps": preset["norm_eps"],
+        "bias": "yes" if preset["bias"] else "no",
+        "block_init": preset["init"],
+        "activation_fn": preset.get("activation", "relu"),
+        "qk_norm": "none",
+        "logit_softcap": 0.0,
+    }
+    for name, value in values.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    if not preset.get("scale_embedding", True):
+        args.no_scale_embedding = True
+
+
+def _block_options(args):
+    """Return the options of the blocks as a decoder's configuration names them; raise UserError if they contradict."""
+    if args.block not in BLOCK_PRESETS:
+        raise UserError(f"--block is one of {', '.join(BLOCK_PRESETS)}, not '{args.block}'")
+    _complete_block_flags(args)
+    _refuse_block_options(args)
+    return {
+        "norm": args.norm,
+        "norm_eps": args.norm_eps,
+        "norm_position": getattr(args, "norm_position", None) or ("pre" if args.decoder_normalize_before else "post"),
+        "bias": args.bias == "yes",
+        "init": args.block_init,
+        "qk_norm": args.qk_norm,
+        "logit_softcap": args.logit_softcap,
+        "kv_heads": getattr(args, "kv_heads", None),
+        "head_width": getattr(args, "head_dim", None),
+    }
+
+
+def _refuse_block_options(args):
+    """Raise UserError for options of the blocks that have no effect together; the decoder checks their values."""
+    if args.bias not in ("yes", "no"):
+        raise UserError(f"--bias is yes or no, not '{args.bias}'")
+    if getattr(args, "ffn_multiple", None) is not None and str(args.activation_fn) not in GATED_ACTIVATIONS:
+        raise UserError(
+            f"--ffn-multiple sets the width of gated feed-forward layers, and --activation-fn {args.activation_fn} has "
+            "no gate: give --decoder-ffn-embed-dim"
+        )
+    if args.logit_softcap and args.adaptive_softmax_cutoff is not None:
+        raise UserError("--logit-softcap: an adaptive softmax has no logits of the whole vocabulary: drop one of them")
+
+
 def _check_vocabulary(args, dictionary):
     """Store the dictionary's digest in training; raise UserError if a checkpoint has that of another dictionary."""
     digest = vocabulary_digest(dictionary.symbols)
@@ -188,16 +296,20 @@ def _check_vocabulary(args, dictionary):
 
 
 def _encodings(args, symbols):
-    """Build one encoding for the model, or one per layer."""
-    sizes = (args.decoder_attention_heads, args.decoder_embed_dim, args.decoder_layers)
-    return build_for_model(str(args.rpe), *sizes, args.rpe_train_length, symbols, str(args.rpe_share))
+    """Build the encodings of the layers."""
+    spec, layers = str(args.rpe), args.decoder_layers
+    if is_pattern(spec) and layers % (period := len(parse_pattern(spec).period)):
+        logger.info("%s is cut off at the last layer: %d layers are no multiple of %d", spec, layers, period)
+    sizes = (args.decoder_attention_heads, args.decoder_embed_dim, layers)
+    head_width = getattr(args, "head_dim", None)
+    return build_for_model(spec, *sizes, args.rpe_train_length, symbols, str(args.rpe_share), head_width)
 
 
-def _position_transforms(args, encoding, rank):
-    """Build the position transforms; raise UserError if the encoding cannot use them."""
+def _position_transforms(args, encodings, rank):
+    """Build the position transforms; raise UserError if the encodings cannot use them."""
     train, evaluation = str(args.positions_train), str(args.positions_eval or "")
     transforms = PositionTransforms(train, evaluation, args.rpe_train_length, args.rpe_seed, rank)
-    check_transforms(transforms, encoding, str(args.rpe))
+    check_transforms(transforms, encodings)
     return transforms
 
 
@@ -223,9 +335,18 @@ def _architecture(size, args):
         "decoder_xformers_att_config": None,
     }
     architecture = dict(zip(ARCHITECTURE_FIELDS, size, strict=True))
+    preset = BLOCK_PRESETS.get(getattr(args, "block", "classic"), {})
+    activation = str(getattr(args, "activation_fn", None) or preset.get("activation", size.activation))
+    architecture["activation_fn"] = activation
+    if activation in GATED_ACTIVATIONS:
+        width = getattr(args, "decoder_embed_dim", size.width)
+        multiple = getattr(args, "ffn_multiple", None) or DEFAULT_FFN_MULTIPLE
+        architecture["decoder_ffn_embed_dim"] = gated_ffn_width(width, multiple)
     for key, value in {**defaults, **overrides, **architecture}.items():
         setattr(args, key, getattr(args, key, value))
     base_lm_architecture(args)
+    if args.block in BLOCK_PRESETS:  # the model refuses another value
+        _complete_block_flags(args)
 
 
 for _name, _size in MODEL_SIZES.items():

@@ -28,19 +28,25 @@ class _TileLosses(NamedTuple):
         losses: (n, 1) in nats.
         powers: (n, columns) exp(logit - maximum) of the last tile; with a single tile, those of all logits.
         total: (n, 1) sum of the powers of all tiles.
+        slopes: (n, columns) derivatives of the last tile's capped logits with respect to the logits; None without cap.
     """
 
     losses: Tensor
     powers: Tensor
     total: Tensor
+    slopes: Tensor | None = None
 
 
-def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> _TileLosses:
+def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int, softcap: float = 0.0) -> _TileLosses:
     """Compute the losses of n tokens by an online softmax over tiles of ``columns`` vocabulary entries."""
+    slopes: Tensor | None = None
     top = torch.full((len(x), 1), -torch.inf, device=x.device)
     total, target_logit = torch.zeros_like(top), torch.zeros_like(top)
     for start in range(0, len(weight), columns):
         logits = F.linear(x, weight[start : start + columns]).float()  # (n, columns)
+        if softcap:
+            ratio = torch.tanh(logits / softcap)
+            logits, slopes = softcap * ratio, 1 - ratio.square()
         index = target[:, None] - start
         inside = (index >= 0) & (index < logits.shape[1])
         target_logit = torch.where(inside, logits.gather(1, index.clamp(0, logits.shape[1] - 1)), target_logit)
@@ -51,17 +57,18 @@ def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> _Ti
         powers = logits.exp_() if x.dtype == torch.float32 else logits.mul_(LOG2E).exp2_()
         total = total * (top - highest).exp() + powers.sum(-1, keepdim=True)
         top = highest  # (n, 1) maximum of the logits of all tiles so far
-    return _TileLosses(top - target_logit + total.log(), powers, total)
+    return _TileLosses(top - target_logit + total.log(), powers, total, slopes)
 
 
 @torch.no_grad()
-def target_losses(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def target_losses(x: Tensor, weight: Tensor, target: Tensor, softcap: float = 0.0) -> Tensor:
     """Return ``F.cross_entropy(x @ weight.T, target, reduction="none")`` in float32 without storing all logits.
 
     Args:
         x: (N, C) features.
         weight: (V, C) output weights.
         target: (N,) int64.
+        softcap: c of c·tanh(s/c), applied to the logits s; 0: none.
 
     Returns:
         (N,) losses in nats.
@@ -70,10 +77,12 @@ def target_losses(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     if x.device.type == "cpu":
         rows *= torch.get_num_threads()
     batches = zip(x.split(rows), target.split(rows), strict=True)
-    return torch.cat([_tile_losses(xb, weight, tb, columns).losses[:, 0] for xb, tb in batches])
+    return torch.cat([_tile_losses(xb, weight, tb, columns, softcap).losses[:, 0] for xb, tb in batches])
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduce: bool = True) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduce: bool = True, softcap: float = 0.0
+) -> Tensor:
     """Return ``F.cross_entropy(x @ weight.T, target)`` in float32, with matrix products in autocast's dtype.
 
     Gradients of the sum are computed in the forward pass, so a second backward pass through it is not possible. Second
@@ -85,6 +94,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
         target: (N,) int64.
         ignore_index: targets with this value have no loss.
         reduce: sum over tokens; otherwise (N,) losses, which need all logits if gradients are enabled.
+        softcap: c of c·tanh(s/c), applied to the logits s; 0: none.
 
     Returns:
         The loss in nats.
@@ -92,23 +102,31 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if not torch.is_grad_enabled():
-        losses = target_losses(x.to(dtype), weight.to(dtype), target).masked_fill(target == ignore_index, 0)
+        losses = target_losses(x.to(dtype), weight.to(dtype), target, softcap).masked_fill(target == ignore_index, 0)
         return losses.sum() if reduce else losses
     if not reduce:
-        logits = F.linear(x.to(dtype), weight.to(dtype)).float()
+        logits = _logits(x.to(dtype), weight.to(dtype), softcap)
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
-    if dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
+    if dtype == torch.float32 and not softcap and hasattr(F, "linear_cross_entropy"):
         chunking = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK)
         loss = F.linear_cross_entropy(x, weight, target, reduction="sum", ignore_index=ignore_index, options=chunking)
         return _TwiceDifferentiable.apply(loss, x, weight, target, ignore_index)
-    return _LossSum.apply(x, weight, target, ignore_index, dtype)
+    return _LossSum.apply(x, weight, target, ignore_index, dtype, softcap)
+
+
+def _logits(x: Tensor, weight: Tensor, softcap: float) -> Tensor:
+    """Return the logits (N, V) in float32, with the softcap if there is one."""
+    logits = F.linear(x, weight).float()
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 class _LossSum(torch.autograd.Function):
     """Sum of losses with matrix products in ``dtype``; the weight's gradient is accumulated in float32."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, dtype: torch.dtype, softcap: float
+    ) -> Tensor:
         dx = torch.empty_like(x)
         dweight = torch.zeros_like(weight, dtype=torch.float32)
         loss = x.new_zeros((), dtype=torch.float32)
@@ -116,12 +134,15 @@ class _LossSum(torch.autograd.Function):
         for start in range(0, x.shape[0], CHUNK):
             chunk = slice(start, start + CHUNK)
             keep = (target[chunk] != ignore_index)[:, None]  # (chunk, 1)
-            losses, powers, total = _tile_losses(low_x[chunk], low_weight, target[chunk], len(weight))  # a single tile
+            # a single tile
+            losses, powers, total, slopes = _tile_losses(low_x[chunk], low_weight, target[chunk], len(weight), softcap)
             loss += (losses * keep).sum()
             # gradient of the loss with respect to the logits: softmax(logits), less 1 at the target
             label = target[chunk, None].where(keep, 0)
             dlogits = powers.div_(total)  # (chunk, V)
             dlogits.scatter_add_(1, label, -torch.ones_like(total))
+            if slopes is not None:
+                dlogits.mul_(slopes)
             dlogits = dlogits.mul_(keep).to(dtype)
             dx[chunk] = dlogits @ low_weight
             if dtype == dweight.dtype:
@@ -129,7 +150,7 @@ class _LossSum(torch.autograd.Function):
             else:
                 dweight += dlogits.T @ low_x[chunk]
         ctx.save_for_backward(dx, dweight.to(weight.dtype), x, weight, target)
-        ctx.settings = ignore_index, dtype
+        ctx.settings = ignore_index, dtype, softcap
         return loss
 
     @staticmethod
@@ -141,7 +162,7 @@ class _LossSum(torch.autograd.Function):
         def first_gradients() -> tuple[Tensor, Tensor]:
             return dx.mul_(grad), dweight.mul_(grad)
 
-        return *differentiable_gradients(first_gradients, formula, grad, (x, weight), needs), None, None, None
+        return *differentiable_gradients(first_gradients, formula, grad, (x, weight), needs), *[None] * 4
 
 
 class _TwiceDifferentiable(torch.autograd.Function):
@@ -158,7 +179,7 @@ class _TwiceDifferentiable(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return grad, None, None, None, None
         x, weight, target = ctx.saved_tensors
-        formula, needs = _formula(target, ctx.ignore_index, torch.float32), ctx.needs_input_grad[1:3]
+        formula, needs = _formula(target, ctx.ignore_index, torch.float32, 0.0), ctx.needs_input_grad[1:3]
 
         def first_gradients() -> tuple[Tensor | None, ...]:
             leaves = [a.detach().requires_grad_(need) for a, need in zip((x, weight), needs, strict=True)]
@@ -170,11 +191,13 @@ class _TwiceDifferentiable(torch.autograd.Function):
         return None, *differentiable_gradients(first_gradients, formula, grad, (x, weight), needs), None, None
 
 
-def _formula(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+def _formula(
+    target: Tensor, ignore_index: int, dtype: torch.dtype, softcap: float
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the sum of losses as a function of features and output weights, computed from all logits."""
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
-        logits = F.linear(x.to(dtype), weight.to(dtype)).float()
+        logits = _logits(x.to(dtype), weight.to(dtype), softcap)
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
 
     return loss

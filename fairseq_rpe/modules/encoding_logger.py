@@ -7,12 +7,14 @@ import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from fairseq_rpe.analysis.bias_snapshots import BiasHistory, bias_map, spread_indices
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import parse
 from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.encodings.model import LayerEncodings
 from fairseq_rpe.figures.biases import draw_head_maps, draw_head_profiles
 
 _DPI = 115  # two figures of four heads side by side fit into a window of 1920 pixels
@@ -54,7 +56,7 @@ class EncodingLogger:
         """Log if the update is due.
 
         Raises:
-            UserError: the encoding has no bias. The constructor does not check this, because a checkpoint may be
+            UserError: no encoding has a bias. The constructor does not check this, because a checkpoint may be
                 evaluated with another encoding.
         """
         update = decoder.position_transforms.update
@@ -78,7 +80,7 @@ class EncodingLogger:
 
     def _open(self, decoder: Any, update: int) -> None:
         """Check that there is a bias to show, and open the files on the first rank."""
-        if not decoder.encodings[0].adds_bias:
+        if not any(encoding.adds_bias for encoding in decoder.encodings):
             raise UserError(
                 f"--rpe-log-encodings-every: '{self.spec}' has no bias to show: drop the flag, or name one with a bias"
             )
@@ -87,29 +89,31 @@ class EncodingLogger:
             self.writer = SummaryWriter(self.folder, purge_step=update)
             self.history = BiasHistory(self.folder, update, self.length)
 
-    def _has_changed(self, encodings: nn.ModuleList) -> bool:
+    def _has_changed(self, encodings: LayerEncodings) -> bool:
         """Return whether the parameters changed; fairseq skips an update if 16-bit gradients overflow."""
         now = list(encodings.parameters())
         return not now or any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True))
 
     @torch.no_grad()
-    def _log(self, encodings: nn.ModuleList, step: int) -> None:
+    def _log(self, encodings: LayerEncodings, step: int) -> None:
         if step % self.every or step == self.last_logged:
             return
         self.last_logged = step
         profiles = {}  # bias profile (H, length) of each encoding
         for index, encoding in enumerate(encodings):
-            tag = f"layer{index}" if len(encodings) > 1 else "model"
+            tag = _tag(encodings, index)
             device = next((p.device for p in encoding.parameters()), torch.device("cpu"))
             # an encoding that samples must not change the random numbers of the training
             forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
             with forked, torch.autocast(device.type, enabled=False):
-                profiles[tag] = encoding.bias_profile(self.length).cpu()
-                self._write(encoding, tag, profiles[tag])
+                self._write_parameters(encoding, tag)
+                if encoding.adds_bias:  # in a pattern of layers, some encodings may have none
+                    profiles[tag] = encoding.bias_profile(self.length).cpu()
+                    self._write_bias(encoding, tag, profiles[tag])
         self.history.add(step, profiles)
         self.writer.flush()
 
-    def _write(self, encoding: Encoding, tag: str, profile: Tensor) -> None:
+    def _write_parameters(self, encoding: Encoding, tag: str) -> None:
         for name, value in encoding.logged_scalars().items():
             values = value.detach().double().cpu()
             if values.dim() == 0:
@@ -120,6 +124,8 @@ class EncodingLogger:
             self._histogram(f"rpe_heads/{name}/{tag}", values)
         for name, parameter in encoding.named_parameters():
             self._histogram(f"rpe_parameters/{tag}/{name}", parameter.detach().double().cpu())
+
+    def _write_bias(self, encoding: Encoding, tag: str, profile: Tensor) -> None:
         title = f"{self.spec}, {tag}, after {self.last_logged} updates"
         self._figure(f"bias_profile/{tag}", draw_head_profiles(profile, title))
         heads = spread_indices(encoding.heads)
@@ -137,3 +143,14 @@ class EncodingLogger:
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         self.writer.add_image(tag, np.asarray(canvas.buffer_rgba())[..., :3], self.last_logged, dataformats="HWC")
+
+
+def _tag(encodings: LayerEncodings, instance: int) -> str:
+    """Return the name of an instance in TensorBoard: "model", "layer3", or "layer3.alibi" in a pattern of layers.
+
+    The layer is the first one that uses the instance.
+    """
+    if len(encodings) == 1:
+        return "model"
+    layer = f"layer{encodings.layers(instance)[0]}"
+    return f"{layer}.{parse(encodings.specs[instance])[0]}" if encodings.is_mixed else layer

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
-from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.encodings.model import LayerEncodings
 from fairseq_rpe.positions import Transform, build, freeze_rows, names
 from fairseq_rpe.positions.shift import Identity
 
@@ -99,25 +99,35 @@ class PositionTransforms:
         return Positions(transformed.k[:, first:], transformed.k, transformed.step, contiguous, plain.tokens)
 
 
-def check_transforms(transforms: PositionTransforms, encoding: Encoding, spec: str) -> None:
-    """Check that an encoding can follow the position transforms of a model.
+def check_transforms(transforms: PositionTransforms, encodings: LayerEncodings) -> None:
+    """Check that the encodings of a model can follow its position transforms.
 
     Args:
         transforms: transforms of a model, one for training and one for evaluation, either of which may be missing.
-        encoding: encoding of the model, built from ``spec``.
-        spec: name and options of the encoding, for the message.
+        encodings: encodings of the model.
 
     Raises:
-        UserError: the encoding reads no positions, or only whole ones and a transform makes fractions.
+        UserError: an encoding accepts only whole positions and a transform makes fractions; no encoding reads
+            positions; or some encodings of a pattern of layers read tokens.
     """
     for flag, transform in (
         ("--positions-train", transforms.active(True)),
         ("--positions-eval", transforms.active(False)),
     ):
-        if transform is not None and encoding.position_type == "none":
-            raise UserError(f"{flag}: '{spec}' reads no positions, so a transform has no effect: drop the flag")
-        if transform is not None and transform.fractional and encoding.position_type == "whole":
-            raise UserError(f"{flag}: '{spec}' accepts whole positions only and this transform makes fractions")
+        if transform is None:
+            continue
+        if all(encoding.position_type == "none" for encoding in encodings):
+            specs = " and ".join(f"'{spec}'" for spec in dict.fromkeys(encodings.specs))
+            reads = "read" if encodings.is_mixed else "reads"
+            raise UserError(f"{flag}: {specs} {reads} no positions, so a transform has no effect: drop the flag")
+        for encoding, spec in zip(encodings, encodings.specs, strict=True):
+            if transform.fractional and encoding.position_type == "whole":
+                raise UserError(f"{flag}: '{spec}' accepts whole positions only and this transform makes fractions")
+            if encodings.is_mixed and encoding.needs_token_ids:
+                raise UserError(
+                    f"{flag}: '{spec}' reads tokens, and other layers follow the transform: drop the flag, or use "
+                    "encodings that read positions"
+                )
 
 
 def seeded_generator(*values: object) -> torch.Generator:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.documents import Document, SourceFile
 from fairseq_rpe.data.folder import MANIFEST, MANIFEST_KEYS, SPLITS, read_manifest
-from fairseq_rpe.data.prepare_options import PrepareOptions
+from fairseq_rpe.data.prepare_options import PrepareOptions, check_values
 from fairseq_rpe.data.splits import SplitDocuments
 from fairseq_rpe.data.tokenization import UNK, Encoder, load_encoder
 from fairseq_rpe.data.vocabulary import find_vocabulary
@@ -209,8 +209,7 @@ class ClozeOptions:
         Raises:
             UserError: An option is out of range or does not go with another one.
         """
-        self._check_ranges()
-        self._check_choices()
+        self._check_values()
         if self.question_format == "completion" and self.question_position != "last":
             raise UserError(
                 "--question-format completion asks after the passage: "
@@ -223,7 +222,7 @@ class ClozeOptions:
                 "--question-format completion and leave out --entity-names"
             )
 
-    def _check_ranges(self) -> None:
+    def _check_values(self) -> None:
         ranges = {
             "tokens": (_MIN_CONTEXT_TOKENS, 1 << 24),
             "questions": (BINS, 1 << 32),
@@ -232,21 +231,13 @@ class ClozeOptions:
             "min_tokens": (16, self.tokens // 2),
             "seed": (0, (1 << 63) - 1),
         }
-        for name, (least, most) in ranges.items():
-            number = getattr(self, name)
-            if number is not None and not least <= number <= most:
-                raise UserError(f"{_flag(name)} {number} is out of range: use {least} to {most}")
-
-    def _check_choices(self) -> None:
         choices = {
             "question_position": QUESTION_POSITIONS,
             "source": SOURCES,
             "question_format": QUESTION_FORMATS,
             "entity_names": ENTITY_NAMES,
         }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                raise UserError(f"{_flag(name)} {getattr(self, name)} is not one of {', '.join(values)}")
+        check_values(self, ranges, choices)
 
     def question_count(self, split: str) -> int:
         """Return the number of questions of a split."""
@@ -260,11 +251,6 @@ class ClozeOptions:
         """Return the tokens of a context that the original text may fill: exchanged names may be longer."""
         tokens = self.context_tokens(split)
         return tokens - tokens // 20 if self.entity_names == "exchanged" else tokens
-
-
-def _flag(name: str) -> str:
-    """Return the command-line option of a field."""
-    return "--" + name.replace("_", "-")
 
 
 def prepare_cloze(options: ClozeOptions, say: Callable[[str], None] = print) -> QuestionDataset:
@@ -282,16 +268,7 @@ def prepare_cloze(options: ClozeOptions, say: Callable[[str], None] = print) -> 
             questions.
     """
     options.check()
-    texts = PrepareOptions(
-        out=options.out,
-        train=options.train,
-        valid=options.valid,
-        test=options.test,
-        documents=options.documents,
-        text_field=options.text_field,
-        seed=options.seed,
-        vocab_from=options.vocab_from,
-    )
+    texts = records.from_attributes(PrepareOptions, options, overwrite=False)
     texts.check()
     vocabulary = find_vocabulary(options.vocab_from, None)
     assert vocabulary is not None  # None only if no folder is given

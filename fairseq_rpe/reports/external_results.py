@@ -1,8 +1,9 @@
-"""Writes the report that a sweep would get, for perplexities of models that no sweep has trained."""
+"""Writes reports on perplexities of models that no sweep has trained: those of ``extend``, and any other models."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from fairseq_rpe.core.arguments import check_choice, check_count, check_number, check_text, describe_value
 from fairseq_rpe.core.errors import UserError
@@ -10,13 +11,15 @@ from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.evaluation.records import TextResult
 from fairseq_rpe.figures import WIDTHS
 from fairseq_rpe.reports import extrapolation_definition, page
-from fairseq_rpe.reports.chapters import perplexities
+from fairseq_rpe.reports.chapters import perplexities, training
+from fairseq_rpe.reports.chapters.perplexities import ComparedModels
 from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, PredictedVerdict
-from fairseq_rpe.reports.page import ReportContent, Section
+from fairseq_rpe.reports.page import Part, Section
 from fairseq_rpe.reports.report_files import ReportFiles
 from fairseq_rpe.reports.sweep_results import Perplexities, SweepResult
 from fairseq_rpe.reports.write import write_figures, write_tables
-from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord, SweepSettings
+from fairseq_rpe.runs.run_folder import RunFolder, RunRecord
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
 from fairseq_rpe.utils import records
 from fairseq_rpe.utils.output_checks import check_output_folder
 
@@ -65,43 +68,98 @@ def write_report(
     for name in encodings:
         if name not in rows:
             raise UserError(f"encodings has '{name}', for which rows has no results: add them, or drop it")
+    about = _About(title, [("training length", f"{train_length:,} tokens")])
+    return _write(rows, folder, train_length, about, encodings, delta, width, latex)
+
+
+def write_extension_report(
+    rows: Mapping[str, Sequence[TextResult]],
+    run: RunFolder,
+    original_length: int,
+    *,
+    title: str,
+    width: str | None = None,
+    latex: bool = False,
+) -> Section:
+    """Write the report of a further training on longer texts: a comparison, and chapters from the run's records.
+
+    Args:
+        rows: results of the model before and after, by label.
+        run: folder of the finished run, for the report as well.
+        original_length: training length of the model before, in tokens.
+        title: title of the page.
+        width: ``column`` or ``page`` of a paper, for ppl.png and ppl.pdf; None: the width that the panels need.
+        latex: whether to write the tables as LaTeX, too.
+
+    Returns:
+        The section of the HTML page; its ``text`` is a summary.
+    """
+    record = run.checkpoints.read_record() or RunRecord()
+    label = record.settings.rpe or run.name
+    folder = RunFolder(run.path.resolve())  # "." has no name
+    trained = training.load_run(label, folder, folder.checkpoints.log, record.finished.checkpoint, TextResult)
+    facts = [("original length", f"{original_length:,} tokens"), *training.run_facts(trained, record)]
+    about = _About(title, facts, training.run_parts([trained]))
+    return _write(rows, run.path, original_length, about, {}, DELTA, width, latex)
+
+
+class _About(NamedTuple):
+    """What a page states besides the results.
+
+    Attributes:
+        title: title of the page.
+        facts: name and value of each setting.
+        parts: chapters on the trainings.
+    """
+
+    title: str
+    facts: list[tuple[str, str]]
+    parts: Sequence[Part] = ()
+
+
+def _write(
+    rows: Mapping[str, Sequence[TextResult]],
+    folder: Path,
+    train_length: int,
+    about: _About,
+    encodings: Mapping[str, Sequence[Encoding]],
+    delta: float,
+    width: str | None,
+    latex: bool,
+) -> Section:
+    """Write all files of a report; the arguments are those of :func:`write_report`."""
     results = Perplexities(_sweep_results(rows, train_length), train_length)
-    files = _report_files(folder)
-    record = _sweep_record(rows, train_length, title)
-    verdicts = extrapolation_definition.observe_verdicts(results, _predict_verdicts(record, encodings))
+    models = _compared_models(rows)
+    _create_folder(folder)
+    files = ReportFiles(folder, "text")
+    verdicts = extrapolation_definition.observe_verdicts(results, _predict_verdicts(models, encodings))
     theory = extrapolation_definition.definition_blocks(verdicts, train_length, delta)
-    build_content = partial(perplexities.build_content, record, [], results, theory)
+    build_content = partial(perplexities.build_content, models, results, theory)
     content = build_content()
-    section = _assemble_section(folder, record, content, len(results.results), files)
+    measurements = page.measurements_part(len(results.results), content.build_measurements, files.csv.name)
+    section = Section(
+        name=folder.resolve().name,
+        title=about.title,
+        lead=content.lead,
+        facts=[("split", models.split), *about.facts],
+        parts=[chapter for chapter in (*content.parts, *about.parts, measurements) if chapter.blocks],
+        text=f"{content.markdown}\nresults: {files.csv}\nfigure:  {files.figures[0]}\npage:    {files.page}",
+    )
     with files.write_markdown_last(content.markdown):
         write_figures(files, content, build_content, width)
-        write_tables(
-            files, content, results, {"extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta)}, latex
-        )
+        tables = {"extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta)}
+        write_tables(files, content, results, tables, latex)
         page.write_page([section], files.page)
     return section
 
 
-def _assemble_section(
-    folder: Path, record: SweepRecord, content: ReportContent, measurement_count: int, files: ReportFiles
-) -> Section:
-    """Return the section of the HTML page, with chapters on the results and all measurements."""
-    measurements = page.measurements_part(measurement_count, content.build_measurements, files.csv.name)
-    return Section(
-        name=folder.resolve().name,
-        title=record.title or "",
-        lead=content.lead,
-        facts=[("split", str(record.settings.split)), ("training length", f"{record.settings.tokens:,} tokens")],
-        parts=[chapter for chapter in (*content.parts, measurements) if chapter.blocks],
-        text=f"{content.markdown}\nresults: {files.csv}\nfigure:  {files.figures[0]}\npage:    {files.page}",
-    )
-
-
-def _predict_verdicts(record: SweepRecord, encodings: Mapping[str, Sequence[Encoding]]) -> dict[str, PredictedVerdict]:
+def _predict_verdicts(
+    models: ComparedModels, encodings: Mapping[str, Sequence[Encoding]]
+) -> dict[str, PredictedVerdict]:
     """Predict the verdict of each model from its trained encodings, unless its positions are transformed."""
     return {
         name: extrapolation_definition.predict_from_encodings(list(layers))
-        if record.method(name).leaves_positions
+        if models.methods[name].leaves_positions
         else PredictedVerdict(NONE, reason="positions are transformed")
         for name, layers in encodings.items()
     }
@@ -147,19 +205,16 @@ def _sweep_results(rows: Mapping[str, Sequence[TextResult]], train_length: int) 
     return sweep_results
 
 
-def _sweep_record(rows: Mapping[str, Sequence[TextResult]], train_length: int, title: str) -> SweepRecord:
-    """Build the record that a sweep of these models would have."""
+def _compared_models(rows: Mapping[str, Sequence[TextResult]]) -> ComparedModels:
+    """Return what the first result of each model states about the model."""
     firsts = {name: results[0] for name, results in rows.items() if results}
     methods = {name: Method(name, r.encoding or name, positions_eval=r.positions) for name, r in firsts.items()}
-    settings = SweepSettings(tokens=train_length, split=next(iter(firsts.values())).split)
-    return SweepRecord(settings, tuple(firsts), (1,), methods=methods, title=title)
+    return ComparedModels(methods, next(iter(firsts.values())).split)
 
 
-def _report_files(folder: Path) -> ReportFiles:
-    """Create the output folder, which must not be that of a sweep, and return the paths of the report in it."""
-    sweep = SweepFolder(folder)
-    if sweep.record_path.exists():
+def _create_folder(folder: Path) -> None:
+    """Create the output folder, which must not be that of a sweep."""
+    if SweepFolder(folder).record_path.exists():
         raise UserError(f"{folder} is the folder of a sweep, whose report this would replace: use another folder")
     check_output_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return ReportFiles(sweep, SweepRecord(SweepSettings(), (), ()))

@@ -14,6 +14,9 @@ from fairseq_rpe.analysis.extrapolation import (
     mean_deviation,
     separating_deltas,
 )
+from fairseq_rpe.analysis.layer_stack import stack_decision
+from fairseq_rpe.core.layer_pattern import parse_pattern
+from fairseq_rpe.core.spec import parse
 from fairseq_rpe.encodings import Encoding, names
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.records import TextResult
@@ -98,7 +101,7 @@ def _predict_method(record: SweepRecord, method: Method, paths: Sequence[Path]) 
         return PredictedVerdict(NONE, reason=f"positions are transformed{ends}")
     if method.rpe_eval:
         return PredictedVerdict(NONE, reason="evaluated with another encoding")
-    if method.rpe.partition(":")[0] not in names():
+    if any(parse(spec)[0] not in names() for spec in parse_pattern(method.rpe).specs):
         return PredictedVerdict(NONE, reason="not loaded: use --rpe-module")
     return predict_from_encodings([encoding for path in paths for encoding in checkpoints.load(path).load_encodings()])
 
@@ -106,9 +109,7 @@ def _predict_method(record: SweepRecord, method: Method, paths: Sequence[Path]) 
 def predict_from_encodings(encodings: Sequence[Encoding]) -> PredictedVerdict:
     """Predict the verdict of trained encodings, those of all layers and seeds of a method."""
     decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
-    # the worst verdict of all heads
-    overall = next((decision for decision in (DIVERGES, UNDECIDED, DEPENDS) if decision in decisions), CONVERGES)
-    return PredictedVerdict(overall, decisions.count(CONVERGES), len(decisions))
+    return PredictedVerdict(stack_decision(decisions), decisions.count(CONVERGES), len(decisions))
 
 
 def observe_verdicts(perplexities: Perplexities, predictions: Mapping[str, PredictedVerdict]) -> list[ObservedVerdict]:

@@ -19,16 +19,18 @@ from fairseq_rpe import encodings
 from fairseq_rpe.analysis import bias_snapshots, verdict_tables
 from fairseq_rpe.analysis.bias_snapshots import bias_map
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import format_layers
 from fairseq_rpe.data.folder import check_output
 from fairseq_rpe.encodings import Encoding, PairwiseBias
+from fairseq_rpe.encodings.model import LayerEncodings, build_distinct
 from fairseq_rpe.evaluation import empirical_receptive_field
 from fairseq_rpe.evaluation.loading import label_checkpoints
 from fairseq_rpe.figures import biases, receptive_fields, sweep_curves
 from fairseq_rpe.figures.style import save
 from fairseq_rpe.reports import sweep_results
+from fairseq_rpe.reports.kind_report import kind_report
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import RunFolder
-from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord, slug
 
 _HEAD_WIDTH = 64  # elements of a head of encodings with initial values
@@ -42,24 +44,33 @@ class Gallery:
     """Encodings to draw.
 
     Attributes:
-        encodings: label of a model -> its encodings: one that all layers share, or one for each layer.
+        encodings: label of a model -> its encodings: one that all layers share, one for each layer, or those of a
+            pattern of layers.
         length: number of tokens or distances.
         head_index: index of the head in figures of one head, from 0.
     """
 
-    encodings: Mapping[str, Sequence[Encoding]]
+    encodings: Mapping[str, LayerEncodings]
     length: int
     head_index: int
 
     @property
     def biased_encodings(self) -> dict[str, Encoding]:
-        """Encodings with an additive bias by label; the label has the layer if layers do not share an encoding."""
+        """Encodings with an additive bias by label; the label has the layers if layers do not share an encoding."""
         return {
-            f"{name} (layer {layer})" if len(layers) > 1 else name: encoding
+            _label(name, layers, instance): encoding
             for name, layers in self.encodings.items()
-            for layer, encoding in enumerate(layers)
+            for instance, encoding in enumerate(layers)
             if encoding.adds_bias and _has_bias_at(encoding, self.length)
         }
+
+
+def _label(name: str, encodings: LayerEncodings, instance: int) -> str:
+    """Return the label of an instance of a model's encodings, with its layers if there are several instances."""
+    if encodings.is_mixed:
+        layers = encodings.layers(instance)
+        return f"{name} (layer{'s' if len(layers) > 1 else ''} {format_layers(layers)}: {encodings.specs[instance]})"
+    return f"{name} (layer {instance})" if len(encodings) > 1 else name
 
 
 @dataclass(frozen=True)
@@ -110,9 +121,10 @@ def gallery_from_specs(specs: Sequence[str], heads: int, length: int, seed: int,
         torch.manual_seed(seed)
         if spec in by_label:
             raise UserError(f"'{spec}' is named twice: leave one out")
-        encoding = encodings.build(spec, heads, _HEAD_WIDTH * heads, length)
-        if encoding.adds_bias:
-            by_label[spec] = [encoding]
+        built = build_distinct(spec, heads, _HEAD_WIDTH * heads, length)
+        if any(encoding.adds_bias for encoding in built.values()):
+            # each encoding of a pattern of layers is drawn by itself
+            by_label |= {label: LayerEncodings([encoding], specs=[label]) for label, encoding in built.items()}
         elif specs:
             raise UserError(f"'{spec}' has no additive bias to draw: leave it out")
     return Gallery(by_label, length, _head_index(by_label, head))
@@ -142,9 +154,9 @@ def gallery_from_sweep(
             or too short.
     """
     record = folder.read_record()
-    kind = sweep_kind(record.kind)
-    if not kind.has_definition:
-        raise UserError(f"{folder.path} is a sweep of {kind.subject}: use a sweep on text")
+    report = kind_report(record.kind)
+    if not report.has_definition:
+        raise UserError(f"{folder.path} is a sweep of {report.subject}: use a sweep on text")
     paths = {name: folder.run_folder(record.method(name), seed).checkpoints.last for name in record.encodings}
     by_label = {name: checkpoints.load(path).load_encodings() for name, path in paths.items() if path.is_file()}
     if not by_label:
@@ -179,11 +191,13 @@ def draw_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int])
         UserError: the checkpoint is damaged, its encoding has no additive bias, or a layer or query does not exist.
     """
     checkpoint = checkpoints.load(path)
-    layer_encodings = checkpoint.load_encodings()
+    loaded = checkpoint.load_encodings()
+    layer_encodings = [loaded.layer(layer) for layer in range(len(loaded.index))] if loaded.is_mixed else list(loaded)
     has_layers = len(layer_encodings) > 1
     _check_layers(path, checkpoint.encoding, layer_encodings, layers)
     shown_queries = _check_queries(path, queries or _default_queries(checkpoint.train_length() or 0))
-    shown_layers = list(layers) or _default_layers(len(layer_encodings))
+    with_bias = [layer for layer, encoding in enumerate(layer_encodings) if encoding.adds_bias]
+    shown_layers = list(layers) or [with_bias[index] for index in _default_layers(len(with_bias))]
     shown_encodings = [layer_encodings[layer] for layer in shown_layers]
     rows = {query: _query_biases(shown_encodings, query) for query in shown_queries}
     return biases.draw_query_biases(rows, checkpoint.encoding, shown_layers if has_layers else ())
@@ -192,12 +206,14 @@ def draw_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int])
 def _check_layers(path: Path, spec: str, layer_encodings: Sequence[Encoding], layers: Sequence[int]) -> None:
     """Check that the encodings of a checkpoint have a bias, and that the chosen layers exist."""
     count = len(layer_encodings)
-    if not layer_encodings[0].adds_bias:
+    if not any(encoding.adds_bias for encoding in layer_encodings):
         raise UserError(f"{path} has no additive bias to draw, its encoding is '{spec}': use another checkpoint")
     if layers and count == 1:
         raise UserError(f"--layers: all layers of {path} share one bias: leave it out")
     if wrong := [layer for layer in layers if layer >= count]:
         raise UserError(f"--layers {wrong[0]}: {path} has layers 0 to {count - 1}")
+    if wrong := [layer for layer in layers if not layer_encodings[layer].adds_bias]:
+        raise UserError(f"--layers {wrong[0]}: this layer of {path} has no additive bias, its encodings are '{spec}'")
 
 
 def _default_queries(train_length: int) -> list[int]:
@@ -246,7 +262,7 @@ def save_query_biases(path: Path, queries: Sequence[int], layers: Sequence[int],
     return f"{files[0]}, also as .pdf"
 
 
-def _head_index(by_label: Mapping[str, Sequence[Encoding]], head: int | None) -> int:
+def _head_index(by_label: Mapping[str, LayerEncodings], head: int | None) -> int:
     """Return the index of head number ``head`` (from 1), or of the middle one of the heads that all encodings have."""
     heads = min(layers[0].heads for layers in by_label.values())
     if head is not None and head > heads:
@@ -375,10 +391,15 @@ def _draw_learned_query_biases(gallery: TrainedGallery) -> dict[str, Figure]:
     queries = sorted({train_length // 2, train_length, gallery.length})
     figures = {}
     for name, layers in gallery.encodings.items():
-        first = layers[0]
-        is_learned_pairwise_bias = isinstance(first, PairwiseBias) and _has_parameters(first)
-        if is_learned_pairwise_bias and _has_bias_at(first, gallery.length):
-            rows = {query: _query_biases(layers, query) for query in queries}
+        learned = [
+            encoding
+            for encoding in layers
+            if isinstance(encoding, PairwiseBias)
+            and _has_parameters(encoding)
+            and _has_bias_at(encoding, gallery.length)
+        ]
+        if learned:
+            rows = {query: _query_biases(learned, query) for query in queries}
             figures[f"queries-{slug(name, gallery.seed)}"] = biases.draw_query_biases(rows, name)
     return figures
 
@@ -392,7 +413,7 @@ def _draw_biases_over_training(gallery: TrainedGallery) -> dict[str, Figure]:
     figures = {}
     for name, layers in gallery.encodings.items():
         log_folder = gallery.folder.tensorboard / gallery.run(name).name / "encodings"
-        snapshots = bias_snapshots.read_history(log_folder) if _has_parameters(layers[0]) else []
+        snapshots = bias_snapshots.read_history(log_folder) if any(map(_has_parameters, layers)) else []
         if len(snapshots) < 2:
             continue
         # name of a layer -> head -> bias at each distance; EncodingLogger names the layers layer0, layer1, …, or model

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from fairseq_rpe.reports import extrapolation_definition
 from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, ObservedVerdict, PredictedVerdict
+from fairseq_rpe.reports.kind_report import load_results
 from fairseq_rpe.reports.page import Block, Part, Section, Text, markdown
-from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies, Perplexities, load_results
+from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies, Perplexities
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import Table, TableRow, number_cell, text_cell
 

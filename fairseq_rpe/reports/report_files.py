@@ -1,37 +1,24 @@
 """Paths of a sweep's report, and its summary if the report is current, without drawing anything."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.reports.sweep_results import SweepResults, load_results
-from fairseq_rpe.sweeps.sweep_kind import sweep_kind
+from fairseq_rpe.reports.kind_report import kind_report, load_results
+from fairseq_rpe.reports.sweep_results import SweepResults
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord
 from fairseq_rpe.utils.files import atomic_write
 
 
-class TextFiles(NamedTuple):
-    """Paths of the results on a further text, which a sweep evaluates besides its training text.
-
-    Attributes:
-        csv: numbers as CSV.
-        png: figure as PNG.
-        pdf: figure as PDF.
-    """
-
-    csv: Path
-    png: Path
-    pdf: Path
-
-
 class ReportFiles:
-    """Paths of the report of a sweep.
+    """Paths of a report.
 
     Args:
-        folder: folder of the sweep.
-        record: its record, which decides what the report contains.
+        folder: folder of the report.
+        kind: kind of the results: text, algorithms or answers.
+        texts: names of the further texts that the models are evaluated on.
+        has_depths: whether results depend on a depth.
 
     Attributes:
         csv: numbers as CSV.
@@ -42,40 +29,37 @@ class ReportFiles:
         tensorboard: folder of all TensorBoard files.
         evaluation: TensorBoard folder of the evaluations, replaced as a whole.
         extra_tables: further CSV files: the verdicts on Definition 0.1 of a sweep on text.
+        text_tables: CSV file of each further text, by the name of the text.
         depth_maps: heat map of the results by length and depth as PNG and PDF; empty if no task of the sweep has depths
             in its split. The map is drawn once results with depths exist, see :meth:`is_current`.
-        texts: paths of each further text, by the name of the text.
+        extra_figures: PNG and PDF of further figures by name: ``depths`` is the heat map, others are further texts.
     """
 
-    def __init__(self, folder: SweepFolder, record: SweepRecord) -> None:
-        kind = sweep_kind(record.kind)
-        self.csv = folder.path / f"{kind.csv_name}.csv"
-        self.markdown = folder.path / f"{kind.csv_name}.md"
-        self.latex = folder.path / f"{kind.csv_name}.tex"
-        self.figures = _figure_paths(folder, kind.figure_name)
-        self.page = folder.path / "report.html"
-        self.tensorboard = folder.tensorboard
-        self.evaluation = folder.tensorboard / "evaluation"
-        self.extra_tables = [folder.path / name for name in kind.extra_tables]
+    def __init__(self, folder: Path, kind: str, texts: Iterable[str] = (), has_depths: bool = False) -> None:
+        report = kind_report(kind)
+        self.csv, self.markdown, self.latex = (folder / f"{report.csv_name}.{end}" for end in ("csv", "md", "tex"))
+        self.figures = _figure_paths(folder, report.figure_name)
+        self.page = folder / "report.html"
+        self.tensorboard = folder / "tensorboard"
+        self.evaluation = self.tensorboard / "evaluation"
+        self.extra_tables = [folder / name for name in report.extra_tables]
+        self.text_tables = {name: folder / f"results-{name}.csv" for name in texts}
+        self.depth_maps = _figure_paths(folder, "depths") if has_depths else []
+        depths = {"depths": self.depth_maps} if has_depths else {}
+        self.extra_figures = depths | {name: _figure_paths(folder, f"ppl-{name}") for name in self.text_tables}
+
+    @classmethod
+    def from_sweep(cls, folder: SweepFolder, record: SweepRecord) -> "ReportFiles":
+        """Return the paths of the report of a sweep, whose record decides what the report contains."""
         split = record.settings.split or "test"
         has_depths = any(build(task).depths(split) for task in record.algorithms)
-        self.depth_maps = _figure_paths(folder, "depths") if has_depths else []
-        self.texts = {
-            name: TextFiles(folder.path / f"results-{name}.csv", *_figure_paths(folder, f"ppl-{name}"))
-            for name in record.evaluate
-        }
-
-    @property
-    def extra_figures(self) -> dict[str, list[Path]]:
-        """PNG and PDF of further figures by name: ``depths`` is the heat map, other names are further texts."""
-        depths = {"depths": self.depth_maps} if self.depth_maps else {}
-        return depths | {name: [paths.png, paths.pdf] for name, paths in self.texts.items()}
+        return cls(folder.path, record.kind, record.evaluate, has_depths)
 
     @property
     def files(self) -> list[Path]:
         """All files of the report except those of TensorBoard, and except ``latex``, which not every report has."""
-        text_paths = [path for paths in self.texts.values() for path in paths]
-        return [self.csv, self.markdown, self.page, *self.figures, *self.extra_tables, *self.depth_maps, *text_paths]
+        figures = [path for paths in (self.figures, *self.extra_figures.values()) for path in paths]
+        return [self.csv, self.markdown, self.page, *figures, *self.extra_tables, *self.text_tables.values()]
 
     @contextmanager
     def write_markdown_last(self, text: str) -> Iterator[None]:
@@ -93,16 +77,15 @@ class ReportFiles:
 
     def csv_texts(self, results: SweepResults) -> dict[Path, str]:
         """Return the text of each CSV file with results, by path: that of the sweep and that of each further text."""
-        further = {self.texts[name].csv: other.csv() for name, other in results.other_texts.items()}
+        further = {self.text_tables[name]: other.csv() for name, other in results.other_texts.items()}
         return {self.csv: results.csv(), **further}
 
     def is_current(self, results: SweepResults) -> bool:
         """Return whether the report is finished, and its CSV files have the numbers of ``results``."""
         paths = [self.markdown, self.page, self.evaluation, *self.figures, *self.extra_tables]
         # a further text or a heat map has files only if there are results for it
-        if results.tasks_with_depths:
-            paths += self.depth_maps
-        paths += [path for name in results.other_texts for path in self.texts[name]]
+        shown = [*results.other_texts, *(["depths"] if results.tasks_with_depths else [])]
+        paths += [path for name in shown for path in self.extra_figures.get(name, ())]
         csv_texts = self.csv_texts(results)
         return all(path.exists() for path in (*paths, *csv_texts)) and all(
             path.read_text(encoding="utf-8") == text for path, text in csv_texts.items()
@@ -121,9 +104,9 @@ class ReportFiles:
         )
 
 
-def _figure_paths(folder: SweepFolder, name: str) -> list[Path]:
+def _figure_paths(folder: Path, name: str) -> list[Path]:
     """Return the paths of a figure as PNG and PDF."""
-    return [folder.path / f"{name}.{ending}" for ending in ("png", "pdf")]
+    return [folder / f"{name}.{ending}" for ending in ("png", "pdf")]
 
 
 def current_summary(folder: SweepFolder) -> str | None:
@@ -139,5 +122,5 @@ def current_summary(folder: SweepFolder) -> str | None:
         UserError: the folder is not that of a sweep, or none of its runs is finished.
     """
     record = folder.read_record()
-    files, results = ReportFiles(folder, record), load_results(folder, record)
+    files, results = ReportFiles.from_sweep(folder, record), load_results(folder, record)
     return files.summary(files.markdown.read_text(encoding="utf-8")) if files.is_current(results) else None

@@ -13,7 +13,6 @@ from fairseq_rpe.evaluation.position_limits import max_items
 from fairseq_rpe.evaluation.question_records import QuestionResult
 from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
 from fairseq_rpe.runs.run_folder import CheckpointKind, RunFolder
-from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import csv_text, log_spaced
 
@@ -67,25 +66,6 @@ class SweepResults:
     def csv(self) -> str:
         """Return the results as CSV."""
         raise NotImplementedError
-
-
-def load_results(folder: SweepFolder, record: SweepRecord) -> Any:
-    """Read the results of the finished runs of a sweep.
-
-    Args:
-        folder: folder of the sweep.
-        record: its record.
-
-    Returns:
-        Results of the class of its kind.
-
-    Raises:
-        UserError: there are none.
-    """
-    results: SweepResults = sweep_kind(record.kind).load_results(folder, record)
-    if not results.results:
-        raise UserError(f"{folder.path} holds no finished evaluation yet: run its sweep first")
-    return results
 
 
 @dataclass(frozen=True)

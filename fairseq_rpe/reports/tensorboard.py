@@ -17,10 +17,10 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from fairseq_rpe.reports.kind_report import MetricTags, kind_report
 from fairseq_rpe.reports.sweep_results import PlannedRun, SweepResults, group_by, planned_runs
 from fairseq_rpe.runs.run_folder import RunRecord
 from fairseq_rpe.runs.training_config import IDENTITY
-from fairseq_rpe.sweeps.sweep_kind import MetricTags, sweep_kind
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord, slug
 
 _QUANTITY = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')  # key of a logged quantity of a layer or head
@@ -36,7 +36,7 @@ def write_tensorboard(folder: SweepFolder, record: SweepRecord, results: SweepRe
         results: results of the sweep.
         target: folder to replace.
     """
-    tags = sweep_kind(record.kind).metric_tags(results)
+    tags = kind_report(record.kind).metric_tags(results)
     target.parent.mkdir(parents=True, exist_ok=True)
     # The new folder is built outside of tensorboard/, because a running TensorBoard would show it unfinished.
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".board-") as name:
@@ -53,7 +53,7 @@ def _write_sessions(
 ) -> list[RunSettings]:
     """Write a session for each run that has results, and return the settings of these runs."""
     by_run: dict[Any, list[Any]] = group_by(results.results, lambda row: (row.task, row.method, row.seed))
-    kind, sessions = sweep_kind(record.kind), []
+    report, sessions = kind_report(record.kind), []
     for run in planned_runs(folder, record):
         rows = by_run.get((run.task, run.method.name, run.seed))
         if not rows:
@@ -61,7 +61,7 @@ def _write_sessions(
         sessions.append(_run_settings(record, run))
         label = f"{run.task}@{run.method.name}" if run.task else run.method.name
         rows_alone = replace(results, results=rows)
-        metrics, curve = kind.metrics_and_curve(rows_alone, run.method.name, run.task)
+        metrics, curve = report.metrics_and_curve(rows_alone, run.method.name, run.task)
         shown = {tag: value for tag, value in metrics.items() if tag in tags.names}
         _write_session(new_folder / slug(label, run.seed), sessions[-1], shown, curve, tags.curve)
     return sessions

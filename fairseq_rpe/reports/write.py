@@ -8,10 +8,10 @@ from fairseq_rpe.reports import page, tensorboard
 from fairseq_rpe.reports.chapters import published_comparison, training
 from fairseq_rpe.reports.chapters.training import TrainedRun
 from fairseq_rpe.reports.extrapolation_definition import DELTA
+from fairseq_rpe.reports.kind_report import kind_report, load_results
 from fairseq_rpe.reports.page import ReportContent, Section
 from fairseq_rpe.reports.report_files import ReportFiles
-from fairseq_rpe.reports.sweep_results import SweepResults, load_results
-from fairseq_rpe.sweeps.sweep_kind import sweep_kind
+from fairseq_rpe.reports.sweep_results import SweepResults
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord
 from fairseq_rpe.utils.files import atomic_write
 from fairseq_rpe.utils.table import join_latex
@@ -32,9 +32,9 @@ def check_delta(folder: SweepFolder, delta: float | None) -> SweepRecord:
         UserError: the folder is not that of a sweep, or ``delta`` is given for a sweep that is not on text.
     """
     record = folder.read_record()
-    kind = sweep_kind(record.kind)
-    if delta is not None and not kind.has_definition:
-        raise UserError(f"--delta is about perplexity and {folder.path} has {kind.measured}: drop it")
+    report = kind_report(record.kind)
+    if delta is not None and not report.has_definition:
+        raise UserError(f"--delta is about perplexity and {folder.path} has {report.measured}: drop it")
     return record
 
 
@@ -57,9 +57,10 @@ def write_report(
     """
     # a record of an earlier version lacks titles and published settings, which its recipe has
     record = published_comparison.upgrade_record(check_delta(folder, delta))
-    results, files, runs = load_results(folder, record), ReportFiles(folder, record), training.load_runs(folder, record)
-    kind, limit = sweep_kind(record.kind), DELTA if delta is None else delta
-    build_content, extra_tables = kind.report_builder(folder, record, runs, results, limit)
+    results, files = load_results(folder, record), ReportFiles.from_sweep(folder, record)
+    runs = training.load_runs(folder, record)
+    report, limit = kind_report(record.kind), DELTA if delta is None else delta
+    build_content, extra_tables = report.content_builder(folder, record, runs, results, limit)
     # build_content draws the figures, too; extra_tables has the texts of the paths in files.extra_tables, by file name
     content = build_content()
     section = _assemble_section(folder, record, runs, content, len(results.results), files)
@@ -82,7 +83,7 @@ def _assemble_section(
 ) -> Section:
     """Return the section of the HTML page, with chapters on the results, the runs and all measurements."""
     measurements = page.measurements_part(measurement_count, content.build_measurements, files.csv.name)
-    parts = [*content.parts, *training.run_parts(record, runs), measurements]
+    parts = [*content.parts, *training.run_parts(runs), training.commands_part(record, runs), measurements]
     return Section(
         name=folder.path.resolve().name,
         title=record.title or "",

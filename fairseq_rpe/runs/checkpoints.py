@@ -7,7 +7,8 @@ from pathlib import Path
 from fairseq_rpe.checkpoints import checkpoint, checkpoint_file
 from fairseq_rpe.checkpoints.checkpoint import Checkpoint
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.encodings import Encoding, from_checkpoint
+from fairseq_rpe.encodings import from_checkpoint
+from fairseq_rpe.encodings.model import LayerEncodings
 from fairseq_rpe.encodings.model_rotation import complete_spec_for_checkpoint
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.utils.files import write_via_temporary
@@ -55,11 +56,11 @@ class RpeCheckpoint(Checkpoint):
         """
         return complete_spec_for_checkpoint(spec, str(self.model["rpe"])) if "rpe" in self.model else spec
 
-    def load_encodings(self) -> list[Encoding]:
+    def load_encodings(self) -> LayerEncodings:
         """Build the trained encodings without importing fairseq; those of a user's module must be registered.
 
         Returns:
-            One encoding for the model, or one per layer.
+            The encodings of its layers.
 
         Raises:
             UserError: the model is not of this package, or its encodings are damaged.

@@ -17,7 +17,7 @@ from fairseq_rpe.checkpoints.checkpoint import check_model_size, check_vocabular
 from fairseq_rpe.checkpoints.model_sizes import full_arch_name
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import read_dictionary
-from fairseq_rpe.encodings.model import build_for_model, load_weights
+from fairseq_rpe.encodings.model import build_for_model, load_weights, sharing_modes
 from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELMConfig
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import RpeCheckpoint
@@ -33,6 +33,14 @@ _CONFIG_FIELDS = {
     "share_decoder_input_output_embed": "share_embeddings",
     "compute_dtype": "compute_dtype",
     "rpe_share": "rpe_share",
+    "block": "block",
+    "norm": "norm",
+    "norm_position": "norm_position",
+    "block_init": "block_init",
+    "kv_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "qk_norm": "qk_norm",
+    "logit_softcap": "logit_softcap",
 }
 # Settings that depend on the text or the machine, or that the new training sets. `decoder_layers_to_keep` is among them
 # because the checkpoint has only the layers that were kept.
@@ -127,7 +135,7 @@ def with_checkpoint_settings(config: TrainingConfig) -> TrainingConfig:
         settings |= {key: checkpoint.model.get(key) for key in ("positions_train", "positions_eval")}
     if config.rpe_module is not None:
         encodings.load_module(config.rpe_module)
-    if not _allows_sharing(config.rpe, checkpoint, train_length, settings.get("rpe_share")):
+    if settings.get("rpe_share") not in ("auto", *sharing_modes(config.rpe)):
         settings.pop("rpe_share", None)
     sharing = config.rpe_share or str(settings.get("rpe_share") or "auto")
     _check_encoding_weights(config.rpe, checkpoint, train_length, sharing)
@@ -171,16 +179,12 @@ def _decoder_size(checkpoint: RpeCheckpoint) -> tuple[int, int, int]:
     return heads, width, layers
 
 
-def _allows_sharing(rpe: str, checkpoint: RpeCheckpoint, train_length: int, sharing: str | None) -> bool:
-    """Return whether the encoding ``rpe`` can be shared among layers as in the checkpoint."""
-    heads, width, _ = _decoder_size(checkpoint)
-    return sharing in ("auto", *encodings.build(rpe, heads, width, train_length).sharing_modes)
-
-
 def _check_encoding_weights(rpe: str, checkpoint: RpeCheckpoint, train_length: int, sharing: str) -> None:
     """Check that the encoding ``rpe`` has the parameters of the checkpoint's encoding."""
     heads, width, layers = _decoder_size(checkpoint)
-    model_encodings = build_for_model(rpe, heads, width, layers, train_length, share=sharing)
+    model_encodings = build_for_model(
+        rpe, heads, width, layers, train_length, share=sharing, head_width=checkpoint.head_width()
+    )
     if mismatch := load_weights(model_encodings, checkpoint.encoding_weights):
         raise UserError(
             f"--rpe {rpe} has other parameters than {checkpoint.path} has learned with '{checkpoint.encoding}' "

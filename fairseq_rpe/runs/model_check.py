@@ -1,6 +1,6 @@
 """Checks that a model can be built, and a checkpoint loaded into it, before a training begins."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -10,10 +10,12 @@ from fairseq_rpe import encodings
 from fairseq_rpe.attention import check_training, choose_backend
 from fairseq_rpe.checkpoints.model_sizes import find_size, full_arch_name
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import is_pattern
 from fairseq_rpe.data.folder import read_dictionary
-from fairseq_rpe.encodings import Encoding
-from fairseq_rpe.encodings.model import build_for_model, load_weights
-from fairseq_rpe.encodings.rope_extrapolation import check_trained_rotation, is_region_rope
+from fairseq_rpe.decoder.config import DecoderConfig
+from fairseq_rpe.decoder.decoder import check_encodings
+from fairseq_rpe.encodings.model import LayerEncodings, build_for_model, load_weights, match_weights
+from fairseq_rpe.encodings.rope_extrapolation import check_trained_rotation
 from fairseq_rpe.positions.position_transforms import PositionTransforms, check_transforms
 from fairseq_rpe.runs.reserved_flags import flag_values
 from fairseq_rpe.runs.settings import TrainingPlan
@@ -52,6 +54,10 @@ def model_size(config: TrainingConfig) -> ModelSize:
     size = ModelSize(*(changed.get(flag, value) for flag, value in zip(_SIZES, default, strict=True)))
     if _LAYERS_TO_KEEP in stated:  # the indices of the layers that fairseq does not remove
         size = size._replace(layers=len(stated[_LAYERS_TO_KEEP].split(",")))
+        if is_pattern(config.rpe):
+            raise UserError(
+                f"{_LAYERS_TO_KEEP} would give the remaining layers other encodings: use one encoding for all layers"
+            )
     return size
 
 
@@ -64,16 +70,19 @@ def _registered_size(arch: str, changed: Mapping[str, int]) -> ModelSize:
     return ModelSize(args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads)
 
 
-def model_encodings(config: TrainingConfig, plan: TrainingPlan, spec: str | None = None) -> list[Encoding]:
-    """Build the encodings of the first two layers of the model that a configuration trains.
+def model_encodings(
+    config: TrainingConfig, plan: TrainingPlan, spec: str | None = None, all_layers: bool = False
+) -> LayerEncodings:
+    """Build the encodings of the model that a configuration trains: of all layers if they differ, else of two layers.
 
     Args:
         config: configuration of the training.
         plan: settings and numbers of updates that the configuration resolves to.
         spec: encoding that replaces the configuration's.
+        all_layers: build those of all layers in any case.
 
     Returns:
-        One encoding if the layers share it, else one for each of at most two layers.
+        The encodings of all layers of a pattern of layers, else of at most two layers.
 
     Raises:
         UserError: the encoding, its options or its sharing are not valid for this model.
@@ -81,18 +90,20 @@ def model_encodings(config: TrainingConfig, plan: TrainingPlan, spec: str | None
     size = model_size(config)
     length = flag_values(config.extra, [_LENGTH]).get(_LENGTH, "")
     dictionary = config.data / "dict.txt" if config.data is not None else None
+    rpe = spec or config.rpe
     return build_for_model(
-        spec or config.rpe,
+        rpe,
         size.heads,
         size.width,
-        min(size.layers, REPRESENTATIVE_LAYERS),
+        size.layers if all_layers or is_pattern(rpe) else min(size.layers, REPRESENTATIVE_LAYERS),
         int(length) if length.isdecimal() else plan.settings.tokens,
         read_dictionary(dictionary) if dictionary is not None and dictionary.is_file() else None,
         config.rpe_share or "auto",
+        config.head_dim,
     )
 
 
-def check_model(config: TrainingConfig, plan: TrainingPlan) -> list[Encoding]:
+def check_model(config: TrainingConfig, plan: TrainingPlan) -> LayerEncodings:
     """Check that a model can be built: its encoding, sharing, position transforms and attention backend.
 
     Args:
@@ -108,7 +119,7 @@ def check_model(config: TrainingConfig, plan: TrainingPlan) -> list[Encoding]:
     if config.rpe_module is not None:
         encodings.load_module(config.rpe_module)
     built = model_encodings(config, plan)
-    _check_combination(config, plan, config.rpe, built, config.positions_eval)
+    _check_combination(config, plan, built, config.positions_eval)
     return built
 
 
@@ -125,14 +136,19 @@ def check_evaluation(config: TrainingConfig, plan: TrainingPlan, rpe: str | None
         UserError: the encoding has other parameters than the trained one, rotates otherwise, or cannot be combined
             with the positions or the attention backend of the model.
     """
-    built = model_encodings(config, plan, rpe)
-    _check_combination(config, plan, rpe or config.rpe, built, positions or config.positions_eval)
+    all_layers = is_pattern(config.rpe) or is_pattern(rpe or "")
+    built = model_encodings(config, plan, rpe, all_layers)
+    _check_combination(config, plan, built, positions or config.positions_eval)
     if rpe is not None:
-        check_replacement(built, rpe, config.rpe, [layer.state_dict() for layer in model_encodings(config, plan)])
+        trained = model_encodings(config, plan, all_layers=all_layers)
+        weights: Sequence[Mapping[str, Tensor]] = [encoding.state_dict() for encoding in trained]
+        if all_layers:
+            weights = match_weights(weights, trained.index, built.index)
+        check_replacement(built, rpe, config.rpe, weights)
 
 
 def check_replacement(
-    built: list[Encoding], spec: str, trained: str, weights: Iterable[Mapping[str, Tensor]], further: bool = False
+    built: LayerEncodings, spec: str, trained: str, weights: Iterable[Mapping[str, Tensor]], further: bool = False
 ) -> None:
     """Check that an encoding can replace the one that a model was trained with.
 
@@ -140,13 +156,13 @@ def check_replacement(
         built: encodings of the model, built from ``spec``; their parameters are overwritten.
         spec: the new encoding.
         trained: the encoding of the training.
-        weights: the state dict of each trained encoding.
+        weights: the trained state dict of each encoding.
         further: whether the model is trained further, rather than evaluated as it is.
 
     Raises:
         UserError: the two have other parameters, or the model was trained with another rotation.
     """
-    if not further and is_region_rope(spec):
+    if not further:
         check_trained_rotation(spec, trained)
     if mismatch := load_weights(built, list(weights)):
         raise UserError(
@@ -156,33 +172,52 @@ def check_replacement(
 
 
 def _check_combination(
-    config: TrainingConfig, plan: TrainingPlan, spec: str, built: list[Encoding], positions: str | None
+    config: TrainingConfig, plan: TrainingPlan, built: LayerEncodings, positions: str | None
 ) -> None:
     """Check that the encoding fits the position transforms and the attention backend, as the model does."""
-    length = built[0].length or plan.settings.tokens
+    length = built.layer(0).length or plan.settings.tokens
     transforms = PositionTransforms(config.positions_train or IDENTITY, positions or "", length, config.seed, rank=0)
-    check_transforms(transforms, built[0], spec)
+    check_transforms(transforms, built)
     choose_backend(config.attention_backend, built)
+    _check_blocks(config, built)
     if config.separate_documents:
-        check_separate_documents(built[0], spec, (config.positions_train, positions))
+        check_separate_documents(built, (config.positions_train, positions))
 
 
-def check_separate_documents(encoding: Encoding, rpe: str, transforms: Iterable[str | None]) -> None:
+def _check_blocks(config: TrainingConfig, built: LayerEncodings) -> None:
+    """Check that the blocks of the model can be built, and that its encodings fit them."""
+    size = model_size(config)
+    blocks = DecoderConfig(
+        vocabulary=1,
+        padding_idx=0,
+        layers=size.layers,
+        width=size.width,
+        heads=size.heads,
+        ffn_width=1,
+        kv_heads=config.kv_heads,
+        head_width=config.head_dim,
+        qk_norm=config.qk_norm or "none",
+    )
+    blocks.check()
+    check_encodings(blocks, built)
+
+
+def check_separate_documents(encodings: LayerEncodings, transforms: Iterable[str | None]) -> None:
     """Check that --separate-documents is possible: the model must treat each document as if it were alone.
 
     Args:
-        encoding: encoding of the model.
-        rpe: spec of the encoding.
+        encodings: encodings of the model.
         transforms: specs of the position transforms, ``None`` for the identity.
 
     Raises:
-        UserError: the encoding depends on more than positions, or a transform applies to whole rows.
+        UserError: an encoding depends on more than positions, or a transform applies to whole rows.
     """
-    if encoding.length_dependent or encoding.needs_token_ids:
-        raise UserError(
-            f"--separate-documents: '{rpe}' depends on more than positions, and documents share rows: use --blocks "
-            "document"
-        )
+    for encoding, spec in zip(encodings, encodings.specs, strict=True):
+        if encoding.length_dependent or encoding.needs_token_ids:
+            raise UserError(
+                f"--separate-documents: '{spec}' depends on more than positions, and documents share rows: use "
+                "--blocks document"
+            )
     if transform := next((spec for spec in transforms if spec not in (None, IDENTITY)), None):
         raise UserError(
             f"--separate-documents: '{transform}' transforms the positions of whole rows: use --blocks document"

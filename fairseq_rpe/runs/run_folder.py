@@ -1,5 +1,6 @@
 """Files of a run: checkpoints, run.json (settings), environment.json (starts), logs and results."""
 
+import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -126,7 +127,8 @@ def read_run_config(path: Path) -> TrainingConfig:
         path: the file.
 
     Returns:
-        The configuration.
+        The configuration. Its relative paths are those in the working folder that the file names, so that they mean
+        the same in every current folder; if that folder no longer exists, they stay relative to the current one.
 
     Raises:
         UserError: the file is missing or damaged, has another layout, or records no configuration.
@@ -137,7 +139,15 @@ def read_run_config(path: Path) -> TrainingConfig:
     check_layout(record, path, "run")
     if "config" not in record:
         raise UserError(f"{path} records no configuration: start the training with its options instead")
-    return read_config(record["config"], str(path))
+    config = read_config(record["config"], str(path))
+    folder = str(record.get("working_folder", "."))
+    is_elsewhere = os.path.isdir(folder) and not os.path.samefile(folder, ".")
+    return config.with_paths_from(Path(folder)) if is_elsewhere else config
+
+
+def _config_entries(config: TrainingConfig) -> dict[str, object]:
+    """Return the entries of run.json that :func:`read_run_config` reads."""
+    return {"layout": LAYOUT, "config": config.to_dict(), "working_folder": os.getcwd()}
 
 
 class CheckpointFolder:
@@ -189,8 +199,8 @@ class CheckpointFolder:
             config: configuration of the training.
         """
         record = read_json(self.record_path) if self.record_path.exists() else {}
-        if record.get("config") != config.to_dict():
-            write_json(self.record_path, {**record, "layout": LAYOUT, "config": config.to_dict()})
+        if (changed := {**record, **_config_entries(config)}) != record:
+            write_json(self.record_path, changed)
 
     def write_record(
         self, config: TrainingConfig, plan: TrainingPlan, finished: FinishedTraining | None = None
@@ -202,8 +212,7 @@ class CheckpointFolder:
             plan: settings and number of updates of the training.
             finished: end of the training, None before it.
         """
-        record = {"layout": LAYOUT, "config": config.to_dict(), "settings": plan.settings.to_dict()}
-        record["updates"] = plan.updates
+        record = {**_config_entries(config), "settings": plan.settings.to_dict(), "updates": plan.updates}
         write_json(self.record_path, record if finished is None else {**record, "finished": records.to_dict(finished)})
 
     def finished_digest(self, plan: TrainingPlan) -> str | None:

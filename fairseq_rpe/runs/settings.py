@@ -7,6 +7,7 @@ from typing import Any
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.checkpoints.model_sizes import find_size, full_arch_name
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.decoder.config import BLOCK_PRESETS
 from fairseq_rpe.runs.defaults import check_arch, check_warmup, default_warmup, defaults_for
 from fairseq_rpe.runs.reserved_flags import check_extra
 from fairseq_rpe.runs.training_config import IDENTITY, OVERRIDABLE, SETTINGS, Sharing, TrainingConfig, TrainingSettings
@@ -60,8 +61,15 @@ class RunSettings(TrainingSettings):
             The setting, or its default where it is None.
         """
         value = getattr(self, name)
-        if value is not None:
-            return value
+        return self.default(name) if value is None else value
+
+    def default(self, name: str) -> Any:
+        """Return the value that a setting takes effect with where it is None, given the architecture and the blocks."""
+        preset = BLOCK_PRESETS[self.block or "classic"]
+        if name in ("norm", "block_init"):
+            return preset[name.removeprefix("block_")]
+        if name == "activation_fn" and "activation" in preset:
+            return preset["activation"]
         if name == "activation_fn":
             return size.activation if (size := find_size(self.arch or "")) else None
         return SETTINGS[name].default
@@ -166,10 +174,10 @@ def make_plan(config: TrainingConfig, data_digest: str) -> TrainingPlan:
 
 def _without_defaults(values: Mapping[str, Any]) -> ResolvedSettings:
     """Return settings with None for each value that equals a default which run.json does not record."""
-    defaults = RunSettings(arch=values["arch"])
+    defaults = RunSettings(arch=values["arch"], block=values.get("block"))
     settings: dict[str, Any] = {name: values.get(name) for name in _IDENTITY_KEYS}
     for name, value in settings.items():
-        if name in SETTINGS and SETTINGS[name].is_recorded_if_changed and value == defaults.effective(name):
+        if name in SETTINGS and SETTINGS[name].is_recorded_if_changed and value == defaults.default(name):
             settings[name] = None
     return ResolvedSettings(**settings)
 

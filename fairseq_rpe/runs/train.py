@@ -10,8 +10,9 @@ from typing import IO
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.checkpoints.checkpoint import check_model_size, check_vocabulary
 from fairseq_rpe.core.errors import DEBUG_VARIABLE, UserError, require_fairseq
+from fairseq_rpe.core.layer_pattern import is_pattern
 from fairseq_rpe.data.folder import read_dictionary
-from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.encodings.model import LayerEncodings
 from fairseq_rpe.runs import checkpoints, environment, launch
 from fairseq_rpe.runs.child_output import ChildExit
 from fairseq_rpe.runs.launch import Node
@@ -37,7 +38,7 @@ def check_training(config: TrainingConfig, plan: TrainingPlan) -> None:
     """
     require_fairseq()
     encodings = check_model(config, plan)
-    if config.log_encodings_every and not encodings[0].adds_bias:
+    if config.log_encodings_every and not any(encoding.adds_bias for encoding in encodings):
         raise UserError(
             f"--log-encodings-every: '{config.rpe}' has no bias: drop the flag, or name an encoding with a bias"
         )
@@ -52,14 +53,14 @@ def check_training(config: TrainingConfig, plan: TrainingPlan) -> None:
         check_output_folder(config.tensorboard, flag="--tensorboard")
 
 
-def _check_start_checkpoint(config: TrainingConfig, path: Path, encodings: list[Encoding]) -> None:
+def _check_start_checkpoint(config: TrainingConfig, path: Path, encodings: LayerEncodings) -> None:
     """Check that a training can start from a checkpoint: its size, vocabulary and the parameters of its encoding."""
     checkpoint_file.check_file(path)
     checkpoint = checkpoints.load(path)
     check_model_size(checkpoint)
     if config.data is not None:
         check_vocabulary(checkpoint, read_dictionary(config.data / "dict.txt"), config.data)
-    trained = checkpoint.encoding_weights[:REPRESENTATIVE_LAYERS]
+    trained = checkpoint.encoding_weights[: None if is_pattern(config.rpe) else REPRESENTATIVE_LAYERS]
     check_replacement(encodings, config.rpe, checkpoint.encoding, trained, further=True)
 
 

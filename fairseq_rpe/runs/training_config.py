@@ -5,7 +5,7 @@ derived from these fields.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from fairseq_rpe.utils.records import Betas, Count, Fraction, NonEmptyText, NonN
 IDENTITY = "identity"  # the position transform that changes nothing
 PROGRESS = "progress"  # the log format that shows a progress line and sends fairseq's messages to a file
 BY_ARCHITECTURE = "that of the architecture"  # a default that differs between architectures; never a value
+BY_BLOCK = "that of --block"  # a default that differs between blocks; never a value
 STREAM_BLOCKS = "stream"  # the default of --blocks
 
 Sharing = Literal["auto", "model", "layer"]
@@ -43,7 +44,7 @@ class Setting:
         is_reserved: True: each of ``flags`` is refused among the words after ``--``. False: they are allowed there, but
             not together with the option.
         is_passed: whether the first flag passes the value of the field; otherwise
-            :mod:`fairseq_rpe.runs.fairseq_flags` has a rule for the setting.
+            :mod:`fairseq_rpe.runs.launch` has a rule for the setting.
         passes_default: whether the flag is passed as well if the option is not given and ``default`` takes effect.
         is_identity: whether ``run.json`` records the value among ``settings``, so that a resumed run may not change it.
         default: value that takes effect without the option, if that is the same for all architectures and data; None
@@ -51,6 +52,7 @@ class Setting:
             compare as equal. This is not the value of the field, which is None if the option is not given.
         default_words: the default in the help text, in place of ``default`` or of a table of architectures.
         in_sweep: whether ``sweep`` has the option, too.
+        in_extension: whether ``extend`` has the option, too, if the field has no ``model_key``; None: as ``in_sweep``.
         model_key: setting of a checkpoint's model that a further training takes over.
         title: name of the setting where the report compares it with the published value; empty: it is not compared.
     """
@@ -65,8 +67,15 @@ class Setting:
     default: object = None
     default_words: str = ""
     in_sweep: bool = True
+    in_extension: bool | None = None
     model_key: str | None = None
     title: str = ""
+
+    @property
+    def is_extension_option(self) -> bool:
+        """Whether ``extend`` has the option: the setting is not taken over from the checkpoint."""
+        in_extension = self.in_sweep if self.in_extension is None else self.in_extension
+        return in_extension and self.model_key is None
 
     @property
     def is_recorded_if_changed(self) -> bool:
@@ -89,6 +98,16 @@ def setting(help: str, metavar: str | None = None, *flags: str, value: Any = Non
     """
     metadata = {"setting": Setting(help, metavar, flags, **properties)}
     return field(metadata=metadata) if value is MISSING else field(default=value, metadata=metadata)
+
+
+def _block_setting(name: str, help: str, metavar: str | None = None, **properties: Any) -> Any:
+    """Declare a field for a flag of the model's blocks with the same name."""
+    return setting(help, metavar, option_name(name), passes_default=False, model_key=name, **properties)
+
+
+def option_name(name: str) -> str:
+    """Return the option of ``fairseq-rpe train`` for a field of :class:`TrainingConfig`."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -115,7 +134,12 @@ class OptimizationSettings:
     """
 
     tokens: Count | None = setting(
-        "training length in tokens", "N", "--tokens-per-sample", is_passed=False, title="training length"
+        "training length in tokens",
+        "N",
+        "--tokens-per-sample",
+        is_passed=False,
+        in_extension=False,  # extend requires it
+        title="training length",
     )
     batch_sentences: Count | None = setting(
         "sequences per process; of all processes in a recipe's preset",
@@ -214,15 +238,15 @@ class ModelSettings(OptimizationSettings):
         share_embeddings: whether input and output embeddings are the same parameters.
     """
 
-    arch: str | None = setting("model architecture", "NAME", "--arch", "-a", default_words="tiny")
-    activation_fn: Literal["relu", "gelu", "gelu_accurate"] | None = setting(
-        "activation of feed-forward layers",
+    arch: str | None = setting("model architecture", "NAME", "--arch", "-a", in_extension=False, default_words="tiny")
+    activation_fn: Literal["relu", "gelu", "gelu_accurate", "swiglu", "geglu"] | None = setting(
+        "activation of feed-forward layers; swiglu and geglu multiply by a gate",
         None,
         "--activation-fn",
         is_reserved=False,
         passes_default=False,
         default=BY_ARCHITECTURE,
-        default_words="gelu for small and large, else relu",
+        default_words="swiglu with --block llama; else relu for tiny, wiki103 and base, gelu for other sizes",
         model_key="activation_fn",
         title="activation",
     )
@@ -249,6 +273,14 @@ class TrainingSettings(ModelSettings):
         separate_documents: whether documents in one block of a stream are separate.
         rpe_share: how layers share the encoding: ``model``, ``layer`` or ``auto``.
         compute_dtype: dtype of matrix products.
+        block: blocks of the layers.
+        norm: norm of the layers.
+        norm_position: where the norm of a sublayer is.
+        block_init: initial weights.
+        kv_heads: number of key/value heads; None: as many as query heads.
+        head_dim: width of an attention head; None: the model width divided by the heads.
+        qk_norm: RMSNorm of queries and keys.
+        logit_softcap: c of c·tanh(s/c), applied to the output logits s; 0: none.
     """
 
     update_freq: Count | None = setting("batches per update", "N", "--update-freq", default_words="1")
@@ -257,6 +289,7 @@ class TrainingSettings(ModelSettings):
         None,
         "--blocks",
         is_passed=False,
+        in_extension=False,
         default=STREAM_BLOCKS,
     )
     separate_documents: bool | None = setting(
@@ -264,6 +297,7 @@ class TrainingSettings(ModelSettings):
         None,
         "--separate-documents",
         is_passed=False,
+        in_extension=False,
         default=False,
         default_words="off",
     )
@@ -281,6 +315,32 @@ class TrainingSettings(ModelSettings):
         passes_default=False,
         default="fp32",
         model_key="compute_dtype",
+    )
+    block: Literal["classic", "llama"] | None = _block_setting(
+        "block",
+        "blocks of the layers: classic, or llama with RMSNorm, SwiGLU, no biases and unscaled embeddings",
+        default="classic",
+    )
+    norm: Literal["layernorm", "rmsnorm"] | None = _block_setting(
+        "norm", "norm of the layers", default=BY_BLOCK, default_words="layernorm in classic blocks, rmsnorm in llama"
+    )
+    norm_position: Literal["pre", "output"] | None = _block_setting(
+        "norm_position", "pre: x + f(N(x)); output: x + N(f(x))", default="pre"
+    )
+    block_init: Literal["fairseq", "gpt2", "llama"] | None = _block_setting(
+        "block_init", "initial weights", default=BY_BLOCK, default_words="fairseq for classic blocks, llama for llama"
+    )
+    kv_heads: Count | None = _block_setting(
+        "kv_heads", "key/value heads, each shared by as many query heads", "G", default="as many as query heads"
+    )
+    head_dim: Count | None = _block_setting(
+        "head_dim", "width of an attention head", "D", default="the model width divided by the heads"
+    )
+    qk_norm: Literal["none", "head", "whole"] | None = _block_setting(
+        "qk_norm", "RMSNorm of queries and keys: of each head, or of the whole vector of all heads", default="none"
+    )
+    logit_softcap: NonNegative | None = _block_setting(
+        "logit_softcap", "c of c*tanh(s/c), applied to the output logits s; 0: none", "C", default=0.0
     )
 
 
@@ -312,7 +372,7 @@ class TrainingConfig(TrainingSettings):
     """
 
     rpe: NonEmptyText = setting(
-        "encoding, e.g. alibi or type1:variant=paper", "SPEC", "--rpe", value=MISSING, in_sweep=False
+        "encoding, e.g. alibi or type1:variant=paper", "SPEC", "--rpe", value=MISSING, in_sweep=False, in_extension=True
     )
     out: Path = setting("folder for checkpoints", "DIR", "--save-dir", value=MISSING, is_identity=False, in_sweep=False)
     data: Path | None = setting(
@@ -335,7 +395,7 @@ class TrainingConfig(TrainingSettings):
         "--positions-eval",
         default_words="the one that --positions-train implies",
     )
-    seed: Seed = setting("seed of all random numbers", "N", "--seed", value=1, in_sweep=False)
+    seed: Seed = setting("seed of all random numbers", "N", "--seed", value=1, in_sweep=False, in_extension=True)
     finetune_from: Path | None = setting(
         "start from the weights of this checkpoint, with a new optimiser, schedule and update count; if DATA has "
         "questions, architecture, dropout, positions and training length come from the checkpoint too",
@@ -353,7 +413,7 @@ class TrainingConfig(TrainingSettings):
         "device of the training", None, "--cpu", value="auto", is_passed=False, is_identity=False
     )
     nproc: Processes = setting("processes or GPUs per machine", "N", value=1, is_passed=False)
-    nodes: Processes = setting("machines per run", "M", value=1, is_passed=False, is_identity=False)
+    nodes: Processes = setting("machines per run", "M", value=1, is_passed=False, is_identity=False, in_extension=False)
     node_rank: Rank | None = setting(
         "rank of this machine among --nodes",
         "R",
@@ -371,13 +431,22 @@ class TrainingConfig(TrainingSettings):
         default_words="SLURM's",
     )
     save_every: Count | None = setting(
-        "updates between checkpoints", "N", "--save-interval-updates", is_identity=False, in_sweep=False
+        "updates between checkpoints",
+        "N",
+        "--save-interval-updates",
+        is_identity=False,
+        in_sweep=False,
+        in_extension=True,
     )
     tensorboard: Path | None = setting(
         "folder for TensorBoard event files", "DIR", "--tensorboard-logdir", is_identity=False, in_sweep=False
     )
     log_encodings_every: Count | None = setting(
-        "updates between plots of the encodings in TensorBoard", "N", "--rpe-log-encodings-every", is_identity=False
+        "updates between plots of the encodings in TensorBoard",
+        "N",
+        "--rpe-log-encodings-every",
+        is_identity=False,
+        in_extension=False,
     )
     log_format: Literal["progress", "simple", "json"] = setting(
         "progress: show a progress line and write fairseq-train's messages to DIR/train.log (with --debug to the "
@@ -398,6 +467,11 @@ class TrainingConfig(TrainingSettings):
     def world_size(self) -> int:
         """Number of processes on all nodes."""
         return self.nproc * self.nodes
+
+    def with_paths_from(self, folder: Path) -> "TrainingConfig":
+        """Return the configuration with its relative paths in ``folder``."""
+        paths: dict[str, Any] = {k: folder / value for k, value in vars(self).items() if isinstance(value, Path)}
+        return replace(self, **paths)
 
     def argv(self) -> list[str]:
         """Return the arguments of ``fairseq-rpe train`` that make the same configuration."""
@@ -426,11 +500,6 @@ SETTINGS: Mapping[str, Setting] = {
 }
 # settings whose flags of fairseq-train are allowed after ``--``, as long as the option is not given
 OVERRIDABLE = tuple(name for name, s in SETTINGS.items() if s.flags and not s.is_reserved)
-
-
-def option_name(name: str) -> str:
-    """Return the option of ``fairseq-rpe train`` for a field of :class:`TrainingConfig`."""
-    return "--" + name.replace("_", "-")
 
 
 def read_config(table: object, source: str) -> TrainingConfig:

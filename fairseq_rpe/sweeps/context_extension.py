@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_rpe import encodings, positions
+from fairseq_rpe import positions
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.checkpoints.checkpoint import check_vocabulary
 from fairseq_rpe.checkpoints.model_sizes import find_size
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.encodings.model import build_for_model
+from fairseq_rpe.encodings.model import build_for_model, sharing_modes
 from fairseq_rpe.evaluation.loading import check_language_model, separates_documents, training_blocks
 from fairseq_rpe.evaluation.perplexity import make_evaluator
 from fairseq_rpe.evaluation.records import TextRequest, TextResult, resume_results
@@ -234,6 +234,9 @@ def _trained_length(checkpoint: RpeCheckpoint) -> int:
 def _check_length(config: TrainingConfig, checkpoint: RpeCheckpoint, original: int, tokens: int) -> int:
     """Return the number of positions that the further training covers.
 
+    With another encoding, texts as long as those of the earlier training are enough: the model is calibrated anew, as
+    when positions are dropped (DroPE, arXiv 2512.12167).
+
     Raises UserError: it is not larger than that of the earlier training, or smaller than ``tokens``.
     """
     transform = positions.build(config.positions_train or IDENTITY, original)
@@ -245,10 +248,11 @@ def _check_length(config: TrainingConfig, checkpoint: RpeCheckpoint, original: i
     count = tokens
     if transform.random:
         count = limit or tokens * (getattr(transform.config, "times", None) or 1)
-    if tokens < trained or count <= trained:
+    changes_encoding = config.rpe != checkpoint.encoding
+    if tokens < trained or (count <= trained and not changes_encoding):
         raise UserError(
             f"--tokens {tokens} is not above the {trained} tokens that {checkpoint.path} was trained on: give more, or "
-            "as many with --positions-train pose:target=N, which skips beyond them"
+            "as many with another --rpe, or with --positions-train pose:target=N, which skips beyond them"
         )
     return count
 
@@ -264,15 +268,16 @@ def _check_parameters(
     heads, width, layers = (
         checkpoint.integer_setting(f"decoder_{key}") for key in ("attention_heads", "embed_dim", "layers")
     )
-    if config.rpe_share not in (None, "auto", *encodings.build(config.rpe, heads, width, original).sharing_modes):
+    if config.rpe_share not in (None, "auto", *sharing_modes(config.rpe)):
         config = replace(config, rpe_share="auto")
     assert config.data is not None
     symbols = corpus.read_dictionary(config.data / "dict.txt")
     torch.manual_seed(config.seed)
-    built = build_for_model(config.rpe, heads, width, layers, original, symbols, config.rpe_share or "auto")
+    sharing, head_width = config.rpe_share or "auto", checkpoint.head_width()
+    built = build_for_model(config.rpe, heads, width, layers, original, symbols, sharing, head_width)
     new, trained = (
         {f"{_PARAMETER_PREFIX}{n}.{key}": value for n, layer in enumerate(states) for key, value in layer.items()}
-        for states in ([encoding.state_dict() for encoding in built], checkpoint.encoding_weights)
+        for states in ([instance.state_dict() for instance in built], checkpoint.encoding_weights)
     )
     for name, value in trained.items():
         if name not in new or new[name].shape != value.shape:
@@ -282,11 +287,12 @@ def _check_parameters(
                 "that encoding, or train from the start"
             )
     untrained = {name: value for name, value in new.items() if name not in trained}
-    if built[0].embeds and built[0].position_type == "whole":
+    encoding = built.layer(0)  # of all layers, if it acts at the input
+    if encoding.embeds and encoding.position_type == "whole":
         if untrained:
             raise UserError(f"{option} is a table of positions that {path} has not learned: train from the start")
         # refuses more tokens than the table has rows
-        built[0].embed(torch.zeros(1, tokens, width), Positions.arange(tokens))
+        encoding.embed(torch.zeros(1, tokens, width), Positions.arange(tokens))
     return config, untrained
 
 

@@ -43,7 +43,7 @@ class RunCost:
         """Estimate the cost of a run."""
         s = run.plan.settings
         update = _BACKWARD * forward_cost(s.batch_sentences * s.update_freq * s.nproc * s.tokens, s.tokens)
-        return cls(run.plan.updates, update, [cost for e in run.evaluations for cost in run.kind.evaluation_costs(e)])
+        return cls(run.plan.updates, update, [cost for e in run.evaluations for cost in e.costs()])
 
     def spent(self, updates: int, results: int) -> float:
         """Return the cost spent after ``updates`` training updates and ``results`` results."""

@@ -14,23 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation import records
 from fairseq_rpe.evaluation.question_records import QuestionKey
-from fairseq_rpe.evaluation.records import ExactMatchKey, TextKey
+from fairseq_rpe.evaluation.records import ExactMatchKey, Result, TextKey
 from fairseq_rpe.runs import launch
 from fairseq_rpe.runs.run_folder import CheckpointKind, RunFolder
 from fairseq_rpe.runs.settings import TrainingPlan, make_plan
 from fairseq_rpe.runs.training_config import TrainingConfig
 from fairseq_rpe.sweeps.recipes import batch_per_process
 from fairseq_rpe.sweeps.resolve import Sweep
-from fairseq_rpe.sweeps.sweep_kind import SweepKind
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
 from fairseq_rpe.utils.child_processes import module_command
 
 TRAINING, EVALUATING = "training", "evaluating"
+Key = TypeVar("Key", TextKey, ExactMatchKey, QuestionKey)
 
 
 def command_line(*words: str) -> list[str]:
@@ -64,6 +64,8 @@ class Evaluation:
         command: program and arguments of a process; they name the checkpoint by its path.
         keys: keys of the results. Their field ``checkpoint``, the digest of the checkpoint, is empty: it is known only
             after the training, and :meth:`SweepRun.remaining_stages` fills it in.
+        costs: estimates the cost of each result from the size of the data; see
+            :func:`~fairseq_rpe.sweeps.costs.forward_cost`.
         data: text or question folder; None for a generated task.
         text_name: name that ``--eval-data`` or the preset gives to a further text; None for the text of the training,
             for generated tasks and for questions.
@@ -72,6 +74,7 @@ class Evaluation:
 
     command: list[str]
     keys: tuple[TextKey | ExactMatchKey | QuestionKey, ...]
+    costs: Callable[[], list[float]]
     data: Path | None = None
     text_name: str | None = None
     skipped_lengths: str = ""
@@ -85,7 +88,7 @@ class SweepRun:
         folder: folder of the run.
         config: configuration of the training.
         plan: the configuration with all defaults filled in: identity and number of updates of the training.
-        kind: kind of the sweep (text, algorithms or answers), which says what the results of evaluations are.
+        result_type: record of one result of its evaluations.
         parent: run whose last checkpoint the training starts from; None for a training from scratch.
         evaluations: evaluations of all methods that share the training.
         checkpoint_kind: which checkpoint is evaluated: the last one, or the one with the best validation.
@@ -94,7 +97,7 @@ class SweepRun:
     folder: RunFolder
     config: TrainingConfig
     plan: TrainingPlan
-    kind: SweepKind
+    result_type: type[Result]
     parent: SweepRun | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
     checkpoint_kind: CheckpointKind = "last"
@@ -117,11 +120,6 @@ class SweepRun:
     def write_config(self) -> None:
         """Write the configuration of the training to its record."""
         self.folder.checkpoints.write_config(self.config)
-
-    @property
-    def result_count(self) -> int:
-        """Number of results of the finished run."""
-        return sum(len(evaluation.keys) for evaluation in self.evaluations)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -155,7 +153,7 @@ class SweepRun:
             digest = self.folder.checkpoints.checkpoint_digest(self.checkpoint_kind)
         # A result counts only if all fields of its key are equal, including the digest of the checkpoint. An evaluation
         # is repeated if any of its results is missing; it does not measure the others again.
-        measured = {result.key for result in records.read_results(self.kind.result_type, self.folder.results)}
+        measured = {result.key for result in records.read_results(self.result_type, self.folder.results)}
         return [
             Stage(EVALUATING, evaluation.command, log)
             for evaluation in self.evaluations
@@ -181,7 +179,7 @@ Evaluate = Callable[[SweepRun, Method], list[Evaluation]]
 
 
 def build_runs(
-    sweep: Sweep, data_digest: str | None, without_bias: Collection[str], kind: SweepKind, evaluate: Evaluate
+    sweep: Sweep, data_digest: str | None, without_bias: Collection[str], result_type: type[Result], evaluate: Evaluate
 ) -> list[SweepRun]:
     """Build one run per (encoding, training positions, task, seed); methods that differ only in evaluation share it.
 
@@ -190,7 +188,7 @@ def build_runs(
         data_digest: digest of the text, None for generated tasks.
         without_bias: specs of encodings that add no bias. ``--log-encodings-every`` would have nothing to log, so they
             are trained without it.
-        kind: kind of the sweep, text or algorithms.
+        result_type: record of one result of the evaluations.
         evaluate: function of the kind that returns the evaluations of a run for one of its methods.
 
     Returns:
@@ -209,7 +207,7 @@ def build_runs(
                     folder = SweepFolder(sweep.out).run_folder(method, seed, algorithm)
                     digest = data_digest or ""
                     plan = plan_continuation(method, config, digest) if parent else make_plan(config, digest)
-                    runs[name] = SweepRun(folder, config, plan, kind, parent)
+                    runs[name] = SweepRun(folder, config, plan, result_type, parent)
                 if method in sweep.methods:
                     runs[name].evaluations += evaluate(runs[name], method)
     return list(runs.values())
@@ -297,6 +295,19 @@ def lengths_within_limit(limit: int | None, lengths: Sequence[int], method: Meth
     if len(beyond) == len(lengths):
         raise UserError(f"{message}: give smaller --lengths, or leave the method out")
     return [n for n in lengths if n not in beyond], message
+
+
+def method_key(kind: type[Key], method: Method, **values: Any) -> Key:
+    """Return the key of a result of a method at length 1; the digest of the checkpoint is empty.
+
+    Args:
+        kind: type of the key.
+        method: method that is evaluated.
+        values: further fields of the key.
+    """
+    draws = records.default_draws(method.positions_eval)
+    settings: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval, "draws": draws}
+    return kind(checkpoint="", length=1, **settings, **values)
 
 
 def common_arguments(run: SweepRun, method: Method, lengths: Sequence[int]) -> list[str]:

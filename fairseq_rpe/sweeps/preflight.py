@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.encodings.model import build_distinct
 from fairseq_rpe.encodings.model_rotation import complete_spec_for_checkpoint
 from fairseq_rpe.runs.model_check import check_backend, check_evaluation, check_model, check_replacement
 from fairseq_rpe.sweeps.grid import SweepRun
@@ -118,9 +119,14 @@ def encodings_without_bias(sweep: Sweep) -> set[str]:
     if sweep.base_config.rpe_module is not None:
         encodings.load_module(sweep.base_config.rpe_module)
     specs = list(dict.fromkeys(method.rpe for method in sweep.trained))
-    without_bias = [spec for spec in specs if not encodings.build(spec, heads=4, width=128, length=64).adds_bias]
+    without_bias = [spec for spec in specs if not _adds_bias(spec)]
     if len(without_bias) == len(specs):
         raise UserError(f"--log-encodings-every: no bias to show in {', '.join(without_bias)}: drop the flag")
     if without_bias:
         print(f"--log-encodings-every: no bias to show in {', '.join(without_bias)}", file=sys.stderr)
     return set(without_bias)
+
+
+def _adds_bias(spec: str) -> bool:
+    """Return whether an encoding, or any encoding of a pattern of layers, adds a bias."""
+    return any(encoding.adds_bias for encoding in build_distinct(spec, heads=4, width=128, length=64).values())

@@ -1,6 +1,7 @@
 """Recipes (``fairseq_rpe/recipes/*.toml``): published experiments with their methods, data and size presets."""
 
 import difflib
+import importlib
 import itertools
 import os
 import re
@@ -9,8 +10,9 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.renamed import RECIPE_KEYS
@@ -20,11 +22,18 @@ from fairseq_rpe.data.prepare_options import CORPORA
 from fairseq_rpe.questions import benchmarks
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.training_config import OptimizationSettings, TrainingConfig, TrainingSettings
-from fairseq_rpe.sweeps.sweep_kind import kind_names, sweep_kind
 from fairseq_rpe.sweeps.sweep_record import Method, Published, QuestionConfig, read_published
 from fairseq_rpe.utils import records
 from fairseq_rpe.utils.files import PACKAGE_DIR
 from fairseq_rpe.utils.records import Count, Counts, Rule, TextTuple
+
+
+@cache
+def kind_names() -> tuple[str, ...]:
+    """Return the names of all kinds of sweeps, those of the modules of :mod:`fairseq_rpe.kinds`."""
+    folder = PACKAGE_DIR / "kinds"
+    return tuple(sorted(path.stem for path in folder.glob("[a-z]*.py")))
+
 
 KindName = Annotated[str, Rule(lambda name: name in kind_names(), " or ".join(kind_names()))]
 FOLDER = PACKAGE_DIR / "recipes"
@@ -154,6 +163,15 @@ class Preset(TrainingSettings):
         """Return the names of the stated settings about questions."""
         return [key for key in _QUESTION_KEYS if getattr(self, key)]
 
+    def question_folders(self, eval_data: Mapping[str, Path]) -> dict[str, QuestionFolder]:
+        """Return the folders of ``--eval-data`` or else those of the preset.
+
+        A name that the preset has, too, keeps the preset's command of preparation and its choice of sets.
+        """
+        folders = {name: self.questions.get(name, QuestionFolder("")) for name in eval_data}
+        replaced = {name: replace(folder, data=str(eval_data[name])) for name, folder in folders.items()}
+        return replaced or dict(self.questions)
+
     def fill_config(self, config: TrainingConfig) -> TrainingConfig:
         """Fill the open settings of a configuration with those of the preset.
 
@@ -227,6 +245,49 @@ class Preset(TrainingSettings):
             f"this recipe trains on {self.vocabulary:,}{expected}: "
             f"prepare another folder, e.g. fairseq-rpe {shlex.join(command)}"
         )
+
+
+class RecipeKind:
+    """What a kind of sweep states about the recipes and options of its sweeps.
+
+    Each kind is a module of :mod:`fairseq_rpe.kinds`, whose ``KIND`` is an instance of a subclass of
+    :class:`~fairseq_rpe.sweeps.sweep_kind.SweepKind`.
+
+    Attributes:
+        name: name in recipes.
+        default_split: split that results are computed on by default.
+        generates_data: whether the trainings generate their data, so that a sweep takes ``--algorithms`` and no DATA.
+    """
+
+    name: ClassVar[str]
+    default_split: ClassVar[str] = "test"
+    generates_data: ClassVar[bool] = False
+
+    def select_presets(self, presets: dict[str, Preset], source: str) -> dict[str, Preset]:
+        """Check the presets of a recipe of this kind.
+
+        Args:
+            presets: presets by name, with those of the recipe's base.
+            source: the recipe, for messages.
+
+        Returns:
+            The presets that belong to this kind.
+
+        Raises:
+            UserError: a preset has settings of another kind.
+        """
+        for label, preset in presets.items():
+            if keys := preset.question_keys():
+                raise UserError(
+                    f"{source}: {keys[0]} of preset '{label}' is for kind answers, this recipe is for {self.name}"
+                )
+        return presets
+
+
+def recipe_kind(name: str) -> RecipeKind:
+    """Return the kind of sweeps with a name, one of :func:`kind_names`."""
+    kind: RecipeKind = importlib.import_module(f"fairseq_rpe.kinds.{name}").KIND
+    return kind
 
 
 @dataclass(frozen=True)
@@ -338,7 +399,7 @@ def load(name: str) -> Recipe:
         raise UserError(f"{source} needs at least one method and one preset")
     _check_continued(methods, presets, source)
     _check_prepared(presets, source)
-    presets = sweep_kind(text.kind).select_presets(presets, source)
+    presets = recipe_kind(text.kind).select_presets(presets, source)
     published = read_published(text.published, source, methods) if text.published else None
     return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), presets, published)
 

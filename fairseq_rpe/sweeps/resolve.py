@@ -1,18 +1,20 @@
-"""Resolves the command line and an optional recipe into a :class:`Sweep`."""
+"""What a sweep is: its options, resolved from the command line and an optional recipe, and the digests of its data."""
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fairseq_rpe.algorithms import SPLITS, build, normalise
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.prepare_options import CORPORA
+from fairseq_rpe.questions import dataset
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.training_config import IDENTITY, TrainingConfig
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.recipes import Preset, QuestionFolder, Recipe
-from fairseq_rpe.sweeps.sweep_kind import SweepKind, sweep_kind
+from fairseq_rpe.sweeps.recipes import Preset, QuestionFolder, Recipe, RecipeKind, recipe_kind
 from fairseq_rpe.sweeps.sweep_record import Method
 
 _DEFAULT_PRESET = "laptop"
@@ -35,7 +37,7 @@ class Sweep:
         max_tokens: largest batch of the evaluation in tokens, None for the default.
         jobs: concurrent runs on this machine, None for as many as the GPUs or cores allow.
         base_config: options that all trainings share.
-        kind: what the models are evaluated on: a text, generated tasks or questions.
+        kind: name of what the models are evaluated on: text, algorithms (generated tasks) or answers (questions).
         recipe_name: name or path of the recipe on the command line, None without one.
         recipe: contents of the recipe, None without one.
         preset: sizes and settings of the recipe that are used, None without a recipe.
@@ -57,7 +59,7 @@ class Sweep:
     max_tokens: int | None
     jobs: int | None
     base_config: TrainingConfig
-    kind: SweepKind
+    kind: str
     recipe_name: str | None
     recipe: Recipe | None
     preset: Preset | None = None
@@ -90,14 +92,26 @@ class Sweep:
         return (*command, "--out", folder.data, "--vocab-from", str(self.data))
 
 
-@dataclass
-class Draft:
-    """Options of a sweep that a recipe may fill; None and empty ones are open. See :class:`Sweep`.
+@dataclass(frozen=True)
+class Inputs:
+    """Digests of the data of a sweep, computed once; an empty digest stands for a folder that does not exist yet.
 
-    ``max_tokens`` is here only for kinds that refuse it.
+    Attributes:
+        data: digest of the text of the training, None for generated tasks.
+        texts: digests of the further texts of the evaluation, by name.
+        questions: digests of the folders of questions, by name.
     """
 
-    kind: SweepKind
+    data: str | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    questions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Draft:
+    """Options of a sweep that a recipe may fill or refuse; None and empty ones are open. See :class:`Sweep`."""
+
+    kind: RecipeKind
     max_tokens: int | None
     base_config: TrainingConfig
     data: Path | None
@@ -157,8 +171,8 @@ def build_sweep(
     """
     if (recipe is None) == (encodings is None):
         raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')
-    kind = sweep_kind("algorithms" if algorithms is not None else "text")
-    draft = Draft(kind, max_tokens, base, data, algorithms, lengths, seeds, out, _by_name(eval_data))
+    kind = recipe_kind("algorithms" if algorithms is not None else "text")
+    draft = _Draft(kind, max_tokens, base, data, algorithms, lengths, seeds, out, _by_name(eval_data))
     if recipe is not None:
         _apply_recipe(draft, recipe, preset or _DEFAULT_PRESET, methods)
     elif methods is not None:
@@ -192,7 +206,7 @@ def build_sweep(
         jobs=jobs,
         # the methods have the positions, and a sweep follows its runs by their JSON logs
         base_config=replace(draft.base_config, positions_train=None, positions_eval=None, log_format="json"),
-        kind=draft.kind,
+        kind=draft.kind.name,
         recipe_name=recipe,
         recipe=draft.recipe,
         preset=draft.preset,
@@ -204,16 +218,16 @@ def build_sweep(
     )
 
 
-def _apply_recipe(draft: Draft, recipe_name: str, preset_name: str, method_names: tuple[str, ...] | None) -> None:
+def _apply_recipe(draft: _Draft, recipe_name: str, preset_name: str, method_names: tuple[str, ...] | None) -> None:
     """Fill the open options of a draft from a recipe.
 
-    The order matters: ``fill_draft`` reads what is filled before it, and takes ``--eval-data`` as questions if the kind
-    asks questions, so the texts of the preset come after it. Methods need the training length.
+    The order matters: if the preset has questions, ``--eval-data`` names folders of questions, so the texts of the
+    preset come after them. Methods need the training length.
     """
     if draft.base_config.positions_train or draft.base_config.positions_eval:
         raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
     draft.recipe = recipe = recipes.load(recipe_name)
-    draft.kind = sweep_kind(recipe.kind)
+    draft.kind = recipe_kind(recipe.kind)
     draft.preset = preset = recipe.preset(preset_name)
     selected = recipe.select_methods(method_names if method_names is not None else preset.methods or ("all",))
     _apply_data(draft, recipe, preset)
@@ -223,7 +237,11 @@ def _apply_recipe(draft: Draft, recipe_name: str, preset_name: str, method_names
     train_tokens = (
         draft.base_config.tokens or defaults_for(draft.base_config.arch or "tiny", preset.algorithms is not None).tokens
     )
-    draft.kind.fill_draft(draft, preset, train_tokens)
+    if preset.questions:
+        draft.questions, draft.evaluate = preset.question_folders(draft.evaluate), {}
+        draft.lengths = draft.lengths or ((preset.tuning and preset.tuning.tokens) or train_tokens,)
+        if draft.max_tokens is not None:
+            raise UserError(f"recipe '{recipe.name}' asks questions: drop --max-tokens, which is about perplexity")
     draft.evaluate = {**{name: Path(path) for name, path in preset.evaluate.items()}, **draft.evaluate}
     _check_names({**draft.evaluate, **draft.questions})
     continued = {method.continues for method in selected} - {method.name for method in selected}
@@ -231,9 +249,12 @@ def _apply_recipe(draft: Draft, recipe_name: str, preset_name: str, method_names
     draft.methods = [preset.resolve_method(method, train_tokens) for method in selected]
 
 
-def _apply_data(draft: Draft, recipe: Recipe, preset: Preset) -> None:
+def _apply_data(draft: _Draft, recipe: Recipe, preset: Preset) -> None:
     """Fill the tasks or the text of a draft, and the command that prepares the text if it is not the user's."""
-    draft.kind.check_options(recipe.name, draft.data, draft.algorithms)
+    if draft.kind.generates_data and draft.data is not None:
+        raise UserError(f"recipe '{recipe.name}' generates its data: drop {draft.data}")
+    if not draft.kind.generates_data and draft.algorithms is not None:
+        raise UserError(f"recipe '{recipe.name}' compares on text: drop --algorithms")
     if draft.algorithms is None:
         draft.algorithms = preset.algorithms
     if draft.data is None and preset.data is not None:
@@ -243,7 +264,7 @@ def _apply_data(draft: Draft, recipe: Recipe, preset: Preset) -> None:
         draft.preparation = preset.preparation(draft.data)
 
 
-def _check_draft(draft: Draft) -> None:
+def _check_draft(draft: _Draft) -> None:
     """Raise UserError if an option is missing or contradicts another one."""
     if not draft.methods:
         raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
@@ -274,7 +295,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 def _is_prepared(preset: Preset | None, name: str, path: Path) -> bool:
     """Return whether ``prepare-corpus`` makes a text: the folder is the recipe's, or does not exist yet."""
-    is_from_recipe = preset is not None and preset.evaluate.get(name) == str(path)
+    is_from_recipe = preset is not None and name in preset.evaluate and Path(preset.evaluate[name]) == path
     return name in CORPORA and (is_from_recipe or not path.is_dir())
 
 
@@ -292,3 +313,97 @@ def _tasks(specs: tuple[str, ...], split: str, max_tokens: int | None) -> tuple[
     for task in tasks:
         build(task)  # only for its errors
     return tasks
+
+
+def load_inputs(sweep: Sweep, dry: bool = False) -> Inputs:
+    """Check and digest the texts and question folders of a sweep.
+
+    Args:
+        sweep: sweep whose folders are checked.
+        dry: whether commands are only printed; then folders that the recipe prepares need not exist.
+
+    Returns:
+        The digests.
+
+    Raises:
+        UserError: a folder is missing or incomplete, or has another vocabulary than the recipe or the training.
+    """
+    if sweep.data is None:
+        return Inputs()
+    digest: str = ""
+    symbols: Sequence[str] | None = None  # of a text that does not exist yet
+    if not (dry and sweep.preparation and not sweep.data.is_dir()):
+        digest, symbols = _check_training_text(sweep, sweep.data)
+    texts = _check_evaluation_texts(sweep, symbols, dry, digest)
+    return Inputs(digest, texts, _check_questions(sweep, symbols, dry))
+
+
+def _check_training_text(sweep: Sweep, data: Path) -> tuple[str, Sequence[str]]:
+    """Check the text of the training, and return its digest and its vocabulary."""
+    if sweep.preparation and not data.is_dir():
+        command = shlex.join(("fairseq-rpe", *sweep.preparation))
+        raise UserError(f"data folder {data} does not exist: make it with {command}")
+    if dataset.is_question_folder(data):
+        raise UserError(
+            f"{data} holds questions, and a sweep trains on a text first: name a text, and give the questions to "
+            f"a recipe about answers, e.g. --recipe fire-scrolls --eval-data NAME={data}"
+        )
+    # with questions, the models are not scored on this text
+    corpus.check_folder(data, "train", "valid", *([] if sweep.questions else [sweep.split]))
+    if sweep.preset is not None:
+        sweep.preset.check(data)
+    return corpus.corpus_digest(data), corpus.read_dictionary(data / "dict.txt")
+
+
+def _check_evaluation_texts(sweep: Sweep, symbols: Sequence[str] | None, dry: bool, digest: str) -> dict[str, str]:
+    """Check further texts of the evaluation, which must differ and have the vocabulary of the training.
+
+    ``symbols`` of the text of the training is None, and ``digest`` empty, if it does not exist yet.
+
+    Returns the digests by name.
+    """
+    digests: dict[str, str] = {}
+    names_by_digest = {digest: "the one that is trained on"} if digest else {}
+    for name, path in sweep.evaluate.items():
+        command = shlex.join(("fairseq-rpe", *sweep.preparation_of_text(name)))
+        if not path.is_dir():
+            if dry and name in sweep.prepared:
+                digests[name] = ""
+                continue
+            raise UserError(f"data folder {path} does not exist: make it with {command}")
+        corpus.check_text_folder(path, sweep.split)
+        _check_vocabulary(sweep, path, symbols, command)
+        digests[name] = corpus.corpus_digest(path)
+        if same := names_by_digest.get(digests[name]):
+            raise UserError(f"--eval-data {name}: {path} holds the same text as {same}: leave it out")
+        names_by_digest[digests[name]] = name
+    return digests
+
+
+def _check_vocabulary(sweep: Sweep, path: Path, symbols: Sequence[str] | None, command: str) -> None:
+    """Check that a folder has the vocabulary of the training; ``command`` prepares one that has."""
+    if symbols is not None and corpus.read_dictionary(path / "dict.txt") != symbols:
+        raise UserError(f"{path} has another vocabulary than {sweep.data}: prepare another folder, e.g. {command}")
+
+
+def _check_questions(sweep: Sweep, symbols: Sequence[str] | None, dry: bool) -> dict[str, str]:
+    """Check that question folders exist, have all splits, and have the vocabulary of the training.
+
+    ``symbols`` is None if the text of the training does not exist yet.
+
+    Returns the digests by name.
+    """
+    digests: dict[str, str] = {}
+    for name, folder in sweep.questions.items():
+        path, command = Path(folder.data), shlex.join(("fairseq-rpe", *sweep.preparation_of_questions(name)))
+        if not path.is_dir():
+            if dry and folder.prepare:
+                digests[name] = ""
+                continue
+            raise UserError(f"data folder {path} does not exist: make it with {command}")
+        if not dataset.is_question_folder(path):
+            raise UserError(f"{path} holds no questions: make another folder, e.g. with {command}")
+        corpus.check_folder(path, "train", "valid")
+        _check_vocabulary(sweep, path, symbols, command)
+        digests[name] = dataset.dataset_digest(path)
+    return digests

@@ -13,8 +13,7 @@ from fairseq_rpe.evaluation.records import TextKey
 from fairseq_rpe.runs import launch
 from fairseq_rpe.sweeps import local_executor, slurm
 from fairseq_rpe.sweeps.grid import TRAINING, Stage, SweepRun, command_line
-from fairseq_rpe.sweeps.inputs import Inputs
-from fairseq_rpe.sweeps.resolve import Sweep
+from fairseq_rpe.sweeps.resolve import Inputs, Sweep
 from fairseq_rpe.sweeps.sweep_record import (
     EvaluationQuestions,
     EvaluationText,
@@ -188,7 +187,7 @@ def _check_mergeable(
     """Raise UserError if a recorded sweep has other settings than this one."""
     if difference := settings.difference(replace(before.settings, **_unshared(sweep))):
         raise UserError(f"{sweep.out} holds another sweep ({difference}): choose another --out")
-    if before.kind != sweep.kind.name:
+    if before.kind != sweep.kind:
         raise UserError(f"{sweep.out} holds a sweep of another kind: choose another --out")
     if before.fine_tuning and fine_tuning and (difference := fine_tuning.difference(before.fine_tuning)):
         raise UserError(f"{sweep.out} holds a sweep with another fine-tuning ({difference}): choose another --out")

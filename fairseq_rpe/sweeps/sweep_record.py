@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import did_you_mean
@@ -236,7 +236,7 @@ class QuestionConfig:
     checkpoint: CheckpointKind = "last"
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> Mapping[str, Any]:
         """Options of ``fairseq-rpe eval-questions``, by field."""
         return {key: value for key, value in vars(self).items() if key != "checkpoint"}
 

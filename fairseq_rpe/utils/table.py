@@ -16,6 +16,7 @@ _LATEX_SIGNS = {
     **{"λ": r"$\lambda$", "π": r"$\pi$", "σ": r"$\sigma$", "ψ": r"$\psi$", "Σ": r"$\Sigma$", "Δ": r"$\Delta$"},
     **{"ε": r"$\varepsilon$", "−": "$-$", "×": r"$\times$", "·": r"$\cdot$", "≤": r"$\leq$", "≥": r"$\geq$"},
     **{"≈": r"$\approx$", "∞": r"$\infty$", "‖": r"$\Vert$", "√": r"$\surd$", "★": r"$\star$", "∑": r"$\Sigma$"},
+    **{"|": r"\textbar{}"},  # pdflatex prints a dash instead
     **{"…": r"\ldots{}", "–": "--", "—": "---", "’": "'", "“": "``", "”": "''", "→": r"$\rightarrow$"},
 }
 # Private-use characters that stand for LaTeX commands. tabulate would escape commands but keeps these characters, and
@@ -87,8 +88,12 @@ class Table:
 
     def to_markdown(self) -> str:
         """Return the header and the rows as Markdown, numbers aligned to the right."""
-        lines = [[row.name, *(cell.text for cell in row.cells)] for row in self.rows]
-        return tabulate(lines, self.header, tablefmt="pipe", colalign=self._alignment(), disable_numparse=True) + "\n"
+        # a bar, as in a pattern of layers, would end the cell
+        header, *lines = (
+            [text.replace("|", r"\|") for text in line]
+            for line in (self.header, *([row.name, *(cell.text for cell in row.cells)] for row in self.rows))
+        )
+        return tabulate(lines, header, tablefmt="pipe", colalign=self._alignment(), disable_numparse=True) + "\n"
 
     def to_latex(self) -> str:
         """Return the table with its caption as a LaTeX ``table`` environment with booktabs rules.

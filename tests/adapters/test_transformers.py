@@ -15,6 +15,7 @@ from refusal import refused
 from specs import representatives
 
 from fairseq_rpe import build
+from fairseq_rpe.core import Positions
 from fairseq_rpe.data import folder
 from fairseq_rpe.encodings.rope import Rope
 from fairseq_rpe.evaluation.loss_aggregation import bucket_losses
@@ -24,6 +25,7 @@ from fairseq_rpe.evaluation.records import TextRequest, read_results
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("the package transformers is not installed", allow_module_level=True)
 
+from fairseq_rpe.adapters.rope_parameters import scaling_options
 from fairseq_rpe.adapters.transformers import MODEL_TYPES, evaluate, restore, use_encoding
 
 # isort: split
@@ -70,6 +72,14 @@ def llama(rope: dict | None = None, **changes):
     return random_model(LlamaConfig(**{**SIZES, "num_key_value_heads": 2, "rope_parameters": rope, **changes}))
 
 
+FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_layers": [1]}  # of the types that have experts
+
+
+def adapter_of(model):
+    """The submodule with the encodings, which Llama 4 has elsewhere."""
+    return model.model.fairseq_rpe if model.base_model is model else model.base_model.fairseq_rpe
+
+
 def text(rows: int = 2, tokens: int = 150) -> torch.Tensor:
     return torch.randint(4, TYPES_OF_TEXT, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
@@ -106,10 +116,7 @@ def test_equals_the_models_own_rotation(make, spec):
 def test_types_that_are_known_keep_their_numbers(kind, head):
     """Grouped keys, normalised queries, heads that are not width / heads wide, and rotations of a part."""
     grouped = {} if kind == "gpt_neox" else {"num_key_value_heads": 1 if head == 16 else 2}
-    config = transformers.AutoConfig.for_model(kind, **SIZES, **grouped, head_dim=head)
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = None
-    own = random_model(config)
+    own = random_model(transformers.AutoConfig.for_model(kind, **SIZES, **grouped, **FEW_EXPERTS, head_dim=head))
     ids = text(tokens=70)
     a = logits(own, ids)
     assert_close(logits(with_encoding(own, "rope"), ids), a, 2e-4)
@@ -117,7 +124,7 @@ def test_types_that_are_known_keep_their_numbers(kind, head):
     loss = torch.nn.functional.cross_entropy(a[0, :-1], ids[0, 1:]).item()
     row = evaluate(own, ids[0, 1:], [69], start=int(ids[0, 0]))[0]
     assert row.loss_base2 * np.log(2) == pytest.approx(loss, rel=1e-5)
-    assert use_encoding(own, "sinusoidal").base_model.fairseq_rpe.encodings[0].width == 32
+    assert adapter_of(use_encoding(own, "sinusoidal")).encodings[0].width == 32
 
 
 def test_another_scale_of_the_scores_is_the_models():
@@ -282,6 +289,78 @@ def test_a_config_that_the_models_class_ignores(kind):
     ours = with_encoding(own, "rope")
     assert_close(logits(ours, text()), logits(own, text()))
     assert "rotary_fraction" not in ours.base_model.fairseq_rpe.spec
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+# rope_parameters of a config, and what a spec of rope without scaling takes from them
+OWN_SCALINGS = {
+    "linear": ({"rope_type": "linear", "factor": 3.0}, "scaling=linear,factor=3"),
+    "llama3": (
+        {**LLAMA3, "original_max_position_embeddings": 16},
+        "scaling=llama3,factor=8,original_length=16,beta_fast=4",
+    ),
+    "llama3, other bounds": (
+        {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 6.0, "original_max_position_embeddings": 32},
+        "scaling=llama3,factor=8,original_length=32,beta_fast=6,beta_slow=0.5",
+    ),
+    "proportional": ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, "scaling=proportional,keep=0.5"),
+    "proportional, divided": (
+        {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
+        "scaling=proportional,factor=2,keep=0.3",
+    ),
+    "yarn": (YARN, "scaling=yarn,factor=8,original_length=16"),
+    "yarn, ends not rounded": (
+        {**YARN, "truncate": False, "beta_fast": 4.0, "beta_slow": 0.5},
+        "scaling=yarn,factor=8,original_length=16,beta_fast=4,beta_slow=0.5,truncate=false",
+    ),
+    "yarn, DeepSeek's": (
+        {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        "scaling=yarn,factor=8,original_length=16,mscale=1,mscale_all_dim=0.5",
+    ),
+    "yarn, mscale alone": ({**YARN, "mscale": 0.7}, "scaling=yarn,factor=8,original_length=16"),
+    "yarn, a factor": ({**YARN, "attention_factor": 1.3}, "scaling=yarn,factor=8,original_length=16,temperature=1.3"),
+}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda rope: neox(0.5, rope, num_attention_heads=2), lambda rope: llama(rope, num_attention_heads=2)]
+)
+@pytest.mark.parametrize("name", OWN_SCALINGS)
+def test_rope_takes_the_models_scaling(make, name):
+    """The frequencies and the factor of ROPE_INIT_FUNCTIONS, and the model's own logits."""
+    parameters, options = OWN_SCALINGS[name]
+    own, ids = make({"rope_theta": 500.0, **parameters}), text(tokens=70)  # theirs has angles in float32
+    ours = with_encoding(own, "rope")
+    encoding, spec = ours.base_model.fairseq_rpe.encodings[0], ours.base_model.fairseq_rpe.spec
+    assert set(options.split(",")) <= set(spec.partition(":")[2].split(","))
+    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](own.config, torch.device("cpu"))
+    got = encoding.inv_freq(torch.ones(1, dtype=torch.float64))
+    torch.testing.assert_close(got.float(), expected, rtol=1e-6, atol=0)
+    at = torch.zeros(1, 1, dtype=torch.float64)
+    amplitude = encoding.amplitude(at, Positions(at, at), key=True)
+    assert (1 if amplitude is None else amplitude.item()) == pytest.approx(factor, rel=1e-12)
+    assert_close(logits(ours, ids), logits(own, ids))
+
+
+def test_a_stated_scaling_is_not_the_models():
+    own = llama({**YARN, "rope_theta": 500.0})
+    assert with_encoding(own, "rope:scaling=none").base_model.fairseq_rpe.spec == "rope:base=500"
+    assert "factor=4," in with_encoding(own, "rope:factor=4").base_model.fairseq_rpe.spec + ","  # of this scaling
+    part = llama({"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0})
+    stretched = with_encoding(part, "rope:scaling=linear,factor=2").base_model.fairseq_rpe.spec
+    assert stretched == "rope:base=500,scaling=linear,factor=2,keep=0.5"  # other pairs were never rotated
+
+
+def test_a_scaling_that_cannot_be_read():
+    own = llama(YARN)
+    own.config.rope_parameters["factor"] = "eight"
+    with refused(r"rope_parameters of this model's config \(yarn\) cannot be read \(ValueError.*scaling=none"):
+        use_encoding(own, "rope")
+    use_encoding(own, "alibi")
+    assert scaling_options({"rope_type": "dynamic", "factor": 2.0}, 64) is None
+    assert scaling_options({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}, 64) == {
+        **{"scaling": "yarn", "factor": "4", "original_length": "16"}
+    }
 
 
 def test_llama3_is_transformers_own():
@@ -467,8 +546,7 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
         (lambda: use_encoding(neox(), "nope", positions="interpolate:ratio=0.5"), "reads no positions"),
         (lambda: use_encoding(neox(), "learned", positions="interpolate:ratio=0.5"), "whole positions only"),
         (lambda: use_encoding(neox(), "alibi", backend="fast"), "fast"),
-        (lambda: use_encoding(neox(rope={"rope_type": "linear", "factor": 2.0}), "rope"), r"is scaled \(linear\)"),
-        (lambda: use_encoding(random_model(SLIDING), "alibi"), "4096"),
+        (lambda: use_encoding(neox(rope={"rope_type": "dynamic", "factor": 2.0}), "rope"), r"is scaled \(dynamic\)"),
         (lambda: use_encoding(transformers.GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)).to("meta"), "alibi"), "on meta"),
         # forward passes
         (lambda: passed(output_attentions=True), "attention weights are never built"),
@@ -499,9 +577,6 @@ def with_output_bias():
     return model
 
 
-SLIDING = transformers.MistralConfig(**SIZES, num_key_value_heads=2)
-
-
 def passed(**more):
     return logits(use_encoding(neox(), "alibi"), text(tokens=10), **more)
 
@@ -525,7 +600,7 @@ def test_the_page_is_true(tmp_path, monkeypatch):
     listed = re.search(r"^The adapter supports these model types: (.*?)\.", page, re.DOTALL | re.MULTILINE)
     assert tuple(re.findall(r"`(\w+)`", listed[1])) == MODEL_TYPES
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {})
 

@@ -38,7 +38,7 @@ from fairseq_rpe.utils import files
 EXPECTED = dict.fromkeys("alibi type1 type2 window kerple_power lm_infinite streaming_llm".split(), CONVERGES)
 EXPECTED |= dict.fromkeys(
     "nope sinusoidal learned rope xpos longrope clex inv_n inv_nlnn sandwich t5_bias fire tisa tupe complex bipe "
-    "self_extend rerope leaky_rerope dual_chunk shaw huang music transformer_xl deberta cope".split(),
+    "self_extend rerope leaky_rerope dual_chunk string shaw huang music transformer_xl deberta cope".split(),
     DIVERGES,
 )
 EXPECTED |= {"floater": UNDECIDED, "dape": DEPENDS}
@@ -435,3 +435,22 @@ def test_curves_have_one_colour_per_encoding():
 def test_exp_of_a_growth_that_is_no_sum_of_logarithms_is_left_undecided(second):
     with pytest.raises(Undecided, match="exp of a slow growth that is not a logarithm"):
         AsymptoticArithmetic(40, 3).exp(Expansion({iterated_log(1): exact(1), **second}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "bias"),
+    [("alibi:local=6", lambda n: -n / 256), ("inv_n:variant=paper,block=6", lambda n: -math.log(1 + n))],
+)
+def test_a_window_leaves_a_finite_sum(spec, bias):
+    result = verdict(spec, heads=1)[0]
+    terms = [math.exp(bias(n)) for n in range(6)]
+    low, high = result.limit
+    assert result.decision == CONVERGES and low <= sum(terms) * (1 + 1e-12) and high >= sum(terms) * (1 - 1e-12)
+    field = next(j for j in range(7) if sum(terms[:j]) > 0.9 * sum(terms))
+    assert (result.trf(0.1).low, result.trf(0.1).high) == (field, field)
+
+
+@pytest.mark.parametrize("spec", ["deberta:local=5", "floater:local=5", "kerple_log:local=20000"])
+def test_a_window_converges_also_where_the_sum_is_not_known(spec):
+    result = verdict(spec, heads=1)[0]
+    assert result.decision == CONVERGES and result.limit is None

@@ -28,6 +28,7 @@ SPECS = [
     "lm_infinite:sinks=5,window=70,max_distance=50",
     "streaming_llm:sinks=3,recent=90",
     "dual_chunk:chunk=48,max_position=60",
+    "string:shift=90,window=20,temperature=code",
 ]
 LONG = 2 * QUERY_BLOCK + 77  # tokens: three blocks
 

@@ -197,7 +197,7 @@ def test_rows_beyond_two_to_the_31(monkeypatch):
     q.copy_(torch.randn(1, 1, n, D))
     out, lse = torch.empty(1, 1, n, D, dtype=q.dtype, device=DEVICE), torch.empty(1, 1, n, device=DEVICE)
     spread = memory.as_strided((1, 1, n, D), q.stride(), 2 * D)
-    shared = autograd.arguments(q, q, q, None)
+    shared = autograd.arguments(q, q, q, None, autograd.Options())
     tuning.launch(tuning.FORWARD, n, "BLOCK_M", shared, out=spread, low=None, lse=lse)
     out.copy_(spread)
     torch.testing.assert_close(

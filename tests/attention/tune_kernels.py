@@ -7,7 +7,7 @@ Prints a line per call: candidates measured so far, programs launched; the last 
 import torch
 
 from fairseq_rpe.attention.triton import bias_gradient, tuning
-from fairseq_rpe.attention.triton.autograd import TritonAttention
+from fairseq_rpe.attention.triton.autograd import Options, TritonAttention
 
 TUNERS = (tuning.FORWARD, tuning.QUERY_GRADIENT, tuning.KEY_GRADIENT)
 measured, grids = [], []
@@ -26,7 +26,7 @@ def call(n: int, m: int, width: int) -> None:
     grids.clear()
     q, k, v = (torch.zeros(2, 3, length, width, requires_grad=True) for length in (n, m, m))
     table = torch.zeros(3, m, requires_grad=True)
-    TritonAttention.apply(q, k, v, None, table).sum().backward()
+    TritonAttention.apply(q, k, v, None, Options(), table).sum().backward()
     print(len(measured), *(f"{blocks}x{heads}x{batch}" for blocks, heads, batch in grids))
 
 

@@ -21,7 +21,7 @@ from sweep_commands import SMALL
 from fairseq_rpe import encodings
 from fairseq_rpe.cli.main import COMMANDS, build_parser
 from fairseq_rpe.cli.options import apply_common_options, spec_list
-from fairseq_rpe.cli.training_options import help_text
+from fairseq_rpe.cli.train import help_text
 from fairseq_rpe.core import renamed
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
@@ -147,6 +147,20 @@ def test_no_cache_holds_for_what_a_command_starts_too(line, monkeypatch):
     for more, found in ([], "somewhere"), (["--no-cache"], "off"):
         apply_common_options(build_parser(line.split()[0]).parse_args([*line.split(), *more]))
         assert os.environ["FAIRSEQ_RPE_CACHE"] == found
+
+
+@pytest.mark.parametrize("line", ["train data --rpe mine --out x", "sweep data --encodings mine --out x"])
+def test_a_training_imports_encodings_only_when_it_has_work(line, tmp_path):
+    """What is finished already is told without them; other commands import them at once."""
+    module = tmp_path / "mine.py"
+    module.write_text("raise RuntimeError('imported')")
+
+    def begin(*words):
+        apply_common_options(build_parser(words[0]).parse_args([*words, "--rpe-module", str(module)]))
+
+    begin(*line.split())
+    with pytest.raises(UserError, match="imported"):
+        begin("list")
 
 
 def test_list_and_bias_and_user_dir():

@@ -17,6 +17,7 @@ from fairseq_rpe.attention import BACKENDS, Backend, sdpa
 from fairseq_rpe.core import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+SPECS = (*encodings.names(), *selftest.OPTION_SPECS)
 SCRIPT = ROOT / "scripts/gpu_report.sh"
 
 
@@ -34,15 +35,16 @@ def test_every_encoding_is_right_and_told(tmp_path):
     told = json.loads((tmp_path / "selftest.json").read_text())
     cells = told["cells"]
     assert told["complete"] and told["machine"]["torch"] == torch.__version__
-    assert told["fairseq_rpe"] and "commit" in told and {one["encoding"] for one in cells} == set(encodings.names())
-    assert [cell["case"] for cell in cells[:5]] == list(selftest.CASES)
+    assert told["fairseq_rpe"] and "commit" in told and {one["encoding"] for one in cells} == set(SPECS)
+    assert [cell["case"] for cell in cells[:6]] == list(selftest.CASES)
     states = {cell["case"]: {c["state"] for c in cells if c["case"] == cell["case"]} for cell in cells}
-    assert states == {case: {"passed"} for case in selftest.CASES} | {"warped": {"passed", "does not apply"}}
+    partly = {case: {"passed", "does not apply"} for case in ("warped", "grouped")}
+    assert states == {case: {"passed"} for case in selftest.CASES} | partly
     assert all(cell["error"] <= 1 and cell["seconds"] > 0 for cell in cells if cell["state"] == "passed")
     head, *rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert head.split("|")[1].strip() == "sdpa, fp32" and len(rows) == 1 + len(encodings.names())
+    assert head.split("|")[1].strip() == "sdpa, fp32" and len(rows) == 1 + len(SPECS)
     [nope] = [row for row in rows if row.startswith("| nope ")]
-    assert nope.count(" ms") == 4 and "–" in nope  # it reads no positions
+    assert nope.count(" ms") == 5 and "–" in nope  # it reads no positions
     assert re.search(r"\d+ passed, 0 failed, 0 refused; largest error passed: 0\.\d+", done.stdout)
 
 
@@ -62,7 +64,7 @@ def test_what_is_refused_is_no_failure(monkeypatch):
     done = run_selftest("--backends", "stand-in", "--encodings", "alibi")
     assert re.search(r"\| alibi .*\| +refused \|", done.stdout)
     assert "refused: stand-in: this stand-in takes nothing" in done.stdout
-    assert "4 passed, 0 failed, 1 refused" in done.stdout
+    assert "5 passed, 0 failed, 1 refused" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -80,8 +82,47 @@ def test_one_wrong_backend_is_named_and_the_exit_code_tells(how, said, monkeypat
     assert said in done.stdout.splitlines()
     bad = how != "refuses"
     assert done.returncode == int(bad) and ("error: some backends" in done.stderr) == bad
-    assert f"0 passed, {5 * bad} failed, {5 * (not bad)} refused" in done.stdout
+    assert f"0 passed, {6 * bad} failed, {6 * (not bad)} refused" in done.stdout
     json.loads((tmp_path / "selftest.json").read_text(), parse_constant=pytest.fail)  # no NaN
+
+
+def test_a_wrong_gradient_fails(monkeypatch):
+    def attend(q, k, v, plan, dropout=0.0):
+        out = sdpa(q, k, v, plan, dropout)
+        return out + 1e-3 * (out - out.detach())
+
+    monkeypatch.setitem(BACKENDS, "stand-in", Backend(attend))
+    done = run_selftest("--backends", "stand-in", "--encodings", "dape", ok=False)
+    assert (
+        "failed: stand-in: deviates from the reference (backward, padded, warped, grouped)" in done.stdout.splitlines()
+    )
+
+
+def distance_from_kink(inputs: selftest._Inputs, encoding: encodings.Encoding) -> float:
+    """Return the least input of dape's LeakyReLU, in float64, at pairs where the query sees the key."""
+    (q, k, _), pos = inputs.qkv, inputs.positions
+    scores = q @ k.mT / q.shape[3] ** 0.5
+    bias = encoding.base.position_bias(pos).materialize(pos).to(scores.dtype).expand_as(scores)
+    weight, offset = (x.detach().double() for x in (encoding.mix.weight, encoding.mix.bias))
+    x = torch.einsum("wh,bhij->bijw", weight, torch.cat([scores, bias.detach()], 1)) + offset
+    return float(x[:, torch.ones_like(x[0, :, :, 0], dtype=torch.bool).tril()].abs().min())
+
+
+def test_gradients_are_compared_where_they_are_continuous(monkeypatch):
+    size = selftest.Size(267, 32)
+    torch.manual_seed(selftest.SEED)
+    encoding = encodings.build("dape", selftest.HEADS, selftest.HEADS * size.width, 3 * size.tokens)
+    drawn = selftest._draw_inputs(encoding, "backward", torch.float32, size, "cpu")
+    inputs = selftest._avoid_kinks(drawn, encoding, torch.float32)
+    # in float32, inputs of the LeakyReLU deviate by up to 1e-6
+    assert distance_from_kink(drawn, encoding) < 1e-6 < distance_from_kink(inputs, encoding)
+    changed = (drawn.qkv[0] != inputs.qkv[0]).any(3).any(1)  # (B, n)
+    assert 0 < int(changed.sum()) < 0.1 * changed.numel()
+    assert all(torch.equal(a, b) for a, b in zip(drawn.qkv[1:], inputs.qkv[1:], strict=True))
+    assert all(torch.equal(x, x.float().double()) for x in inputs.qkv)
+    monkeypatch.setattr(selftest, "problem_size", lambda device, backend: size)
+    results = selftest.run_tests("cpu", "sdpa", "fp32", "dape", first=True)
+    assert [x.state for x in results] == ["passed"] * 6 and max(x.error for x in results) < 0.5
 
 
 def test_wrong_options_are_one_line(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ OPTIONAL |= {"datasets", "sklearn", "scipy"}
 # Inside functions as well, because they are slow to import and most calls of their files do without them.
 SLOW = {"matplotlib", "tensorboard", "torch", "numpy", "sentencepiece", "mpmath", "sympy", "flint", "tqdm", "jinja2"}
 FAIRSEQS = {"fairseq", "fairseq_cli"}
+LOADED_BY_NAME = ("cli.", "kinds.")  # a command, or a kind of sweep
 
 
 def test_packages_import_only_what_they_may_and_no_two_files_each_other():
@@ -48,7 +50,7 @@ def test_rules_find_every_kind_of_violation(tmp_path):
         "core/errors.py": "",
         "core/low.py": "def f():\n    from ..runs import start\n",
         "runs/__init__.py": "",
-        "runs/start.py": "from small.core.errors import X\nfrom small.runs import plan\n",
+        "runs/start.py": "from small.core.errors import X\nif TYPE_CHECKING:\n    from small.runs import plan\n",
         "runs/plan.py": "import fairseq\n\ndef f(a: dict[str, Any]) -> None:\n    from . import start\n",
         "cli/train.py": "from ..runs import start\n",
     }.items():
@@ -82,6 +84,20 @@ def test_parsed_arguments_stay_in_the_command_line():
 def test_typed_records_pass_between_packages_that_run_things():
     packages = ("runs", "evaluation", "sweeps", "reports")
     assert [one for one in IMPORTS.signatures_with("dict[str, Any]") if one.startswith(packages)] == []
+
+
+def test_the_files_that_a_sweep_passes_are_listed_and_few():
+    page = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    example = page.partition("## Example 2")[2].partition("## Example 3")[0]
+    first, last = re.findall(r"Steps (\d+) to (\d+) pass (\d+) files", example)
+    steps = {int(row[1]): row[0] for row in re.finditer(r"(?m)^\| (\d+) \|.*$", example)}
+    for (begin, end, count), most in ((first, 16), (last, 8)):
+        rows = "".join(steps[step] for step in range(int(begin), int(end) + 1))
+        files = set(re.findall(r"`([\w/]+)\.py`", rows))
+        assert len(files) == int(count) <= most, files
+        modules = {name.replace("/", ".") for name in files}
+        imported = {IMPORTS.local(item.module) for item in IMPORTS.imports if item.file in {*modules, "cli.sweep"}}
+        assert [name for name in modules - imported if not name.startswith(LOADED_BY_NAME)] == []
 
 
 WITHOUT = 'assert not {"matplotlib", "fairseq_rpe.modules.encoding_logger", "fairseq_rpe.analysis"} & set(sys.modules)'

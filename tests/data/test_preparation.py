@@ -283,7 +283,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"valid_fraction": 0.5, "test_fraction": 0.5}, "their sum must be below 1"),
     ({"max_bytes": 0}, "--max-bytes 0 is out of range"),
     ({"max_bytes": 4}, "another --seed or a larger --max-bytes"),
-    ({"split_by": "date"}, "--split-by date is none of text, path, part"),
+    ({"split_by": "date"}, "--split-by date is not one of text, path, part"),
     ({"workers": 0}, "--workers 0 is out of range: use 1 to 256"),
     ({"vocab_size": 10**6}, "--vocab-size 1000000 is too large for this text: the largest possible is "),
     ({"vocab_from": Path("other")}, "--vocab-size has no effect"),

@@ -18,6 +18,10 @@ UNREAD = """
 rope:factor=2  rope:original_length=9  rope:scaling=linear,factor=2,original_length=9
 rope:scaling=ntk_by_parts,factor=2,temperature=1  rope:scaling=ntk,factor=2,beta_slow=2
 rope:scaling=llama3,factor=8,original_length=9,ramp=paper  rope:scaling=truncated,truncate_high=1,factor=2
+rope:scaling=truncated,factor=2,original_length=9,keep=0.5  rope:scaling=llama3,factor=8,original_length=9,mscale=1
+rope:scaling=yarn,factor=2,original_length=9,ramp=paper,truncate=false  rope:keep=0.5
+rope:scaling=yarn,factor=2,original_length=9,temperature=2,mscale=1
+rope:scaling=proportional,keep=0.5,original_length=9  string:shift=4,window=2,original_length=9
 rope:scaling=linear,factor=2,truncate_low=0  xpos:decay=0.9,gamma=1  forgetting:max_timescale=9
 dape:base=alibi,rotary_fraction=0.5  bipe:factor=3  bipe:inter=alibi,base=500  bipe:intra=sinusoidal,max_intra=9
 longrope:original_length=64,factors=2,attention=none,factor=4  longrope:original_length=64,start_tokens=8
@@ -29,13 +33,16 @@ dual_chunk:chunk=4,max_position=6,original_length=9
 LIMITS = {
     "at least 1": "window:window=0  longrope:factor=0.5  clex:original_length=4,steps=0  leaky_rerope:k=0.5",
     "at least 2": "cope:max_positions=1",
+    "at most 1": "rope:scaling=proportional,keep=1.5",
     "at most 2": "kerple_power:p=2.5",
-    "more than 0": "rope:scaling=linear,factor=0  rope:scaling=linear,factor=-2  rope:rotary_fraction=0  xpos:gamma=0",
+    "more than 0": "rope:scaling=linear,factor=0  rope:scaling=linear,factor=-2  rope:rotary_fraction=0  xpos:gamma=0 "
+    "rope:scaling=proportional,keep=0  string:temperature=0",
     "more than 0.01": "kerple_log:p=0",
     "more than 1": "rope:base=1",
     "one of heads, paper": "type1:variant=pape",
     "one of 0, 1, 2": "fire:hidden_layers=3",
     "one of none, clipped, plain": "rope:logn=often",
+    "one of fixed, learned": "rope:frequencies=dimension",
     "one of none, linear.*did you mean 'yarn'": "rope:scaling=yar",
     "one of alibi, fire, kerple_log": "dape:base=t5_bias",
     "a number or auto, not 'much'": "rope:scaling=linear,factor=much",
@@ -47,6 +54,19 @@ OTHERS = {
     "t5_bias:max_distance=16": "more than buckets/2 = 16",
     "t5_bias:variant=clipped,max_distance=64": r"clipped.*ends at distance buckets-1 = 31.*max_distance=64",
     **{f"rope:scaling={s}": "needs factor=NUMBER" for s in ("linear", "ntk", "ntk_by_parts", "yarn", "truncated")},
+    "rope:scaling=proportional": "needs keep=NUMBER or keep=auto",
+    "rope:scaling=proportional,keep=auto": LENGTH,
+    "rope:scaling=proportional,keep=auto,original_length=4": "no pair rotates once within .*4 tokens: .*at least 7",
+    "rope:scaling=proportional,keep=0.2": "keep=0.2 keeps none of 4 pairs: give at least 1/4, or use nope",
+    "rope:scaling=proportional,keep=0.5,resonance=true": "keep cannot be combined with resonance",
+    "rope:scaling=proportional,keep=0.5,rotary_fraction=0.5": "keep cannot be combined with rotary_fraction",
+    "rope:keep=0.5": "does not read keep: name scaling=proportional",
+    "rope:frequencies=learned,resonance=true": "resonance rounds wavelengths, which frequencies=learned changes",
+    "longrope:frequencies=learned": "'longrope' has no option 'frequencies'",
+    **{SCALED.format("yarn") + f",{key}=1": "give both or none" for key in ("mscale", "mscale_all_dim")},
+    "string": "takes shift from the original length: give shift=N or original_length=N",
+    "string:shift=3,window=4": "window=4 is more than shift=3: lower window or raise shift",
+    "string:shift=64,original_length=64": "shift=64 must be below the 64 tokens of the training",
     "rope:scaling=dynamic_ntk,factor=auto": "its factor, alpha, must be a number",
     "rope:scaling=dynamic_ntk": LENGTH,
     "rope:scaling=linear,factor=auto": LENGTH,

@@ -57,13 +57,20 @@ def streaming_llm(i, j, *, sinks, recent):
     return len(cache) - 1 - cache.index(j) if j in cache else None
 
 
-RHO = {rho.__name__: rho for rho in (self_extend, rerope, leaky_rerope, lm_infinite, streaming_llm, dual_chunk)}
+def string(i, j, *, shift, window):
+    d = i - j
+    return d if d < shift else d - shift + window
+
+
+RHO = (self_extend, rerope, leaky_rerope, lm_infinite, streaming_llm, dual_chunk, string)
+RHO = {rho.__name__: rho for rho in RHO}
 CASES = (
     *("self_extend:group=3,window=6", "self_extend:group=1,window=4", "rerope:window=5"),
     *("leaky_rerope:window=4,k=2.5", "lm_infinite:sinks=2,window=6,max_distance=6"),
     *("lm_infinite:sinks=3,window=8,max_distance=5", "lm_infinite:sinks=3,window=5,max_distance=9"),
     *("streaming_llm:sinks=3,recent=5", "streaming_llm:sinks=0,recent=4", "streaming_llm:sinks=2,recent=1"),
     *("dual_chunk:chunk=6,max_position=9", "dual_chunk:chunk=5,max_position=5"),
+    *("string:shift=6,window=2", "string:shift=4,window=4"),
 )
 
 
@@ -132,6 +139,10 @@ def qkv(n: int, rows: int = 1) -> tuple[torch.Tensor, ...]:
         ("rerope", 24, 7, [3, 3, 3, 3, 3, 2, 1, 0]),
         ("lm_infinite:sinks=2", 4, 9, [4, 4, None, None, None, None, 3, 2, 1, 0]),
         ("streaming_llm", 8, 9, [7, 6, 5, 4, None, None, 3, 2, 1, 0]),
+        ("string:shift=6,window=2", None, 5, [5, 4, 3, 2, 1, 0]),
+        ("string:shift=6,window=2", None, 7, [3, 2, 5, 4, 3, 2, 1, 0]),
+        ("string:shift=6,window=2", None, 9, [5, 4, 3, 2, 5, 4, 3, 2, 1, 0]),
+        ("string", 18, 9, [4, 3, 2, 1, 5, 4, 3, 2, 1, 0]),
         ("dual_chunk", 12, 20, [11, 10, 9, 8, 7, 6, 5, 4, 3, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]),
     ],
 )
@@ -177,7 +188,23 @@ def test_options_of_rope_and_queries_that_grow(spec):
     np.testing.assert_allclose(found[0].numpy(), wanted, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["self_extend:group=4", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm"])
+@pytest.mark.parametrize(("temperature", "factor"), [("code", 0.1 * math.log(2) + 1), (1.5, 1.5)])
+def test_the_temperature_of_string(temperature, factor):
+    """It scales queries and keys, so the code's 1.0693147181 scales logits by 1.1434."""
+    q, k, v = qkv(19)
+    wanted = naive(*(x[0].numpy() for x in (q, k, v)), paper("string:shift=6,window=2"), factor=lambda i: factor**2)
+    spec = f"string:shift=6,window=2,temperature={temperature}"
+    for backend in ("reference", "auto"):
+        found = attend(q, k, v, build(spec, H, H * D), positions=exact(19), backend=backend)
+        np.testing.assert_allclose(found[0].numpy(), wanted, rtol=0, atol=1e-9)
+    half = build(f"{spec},rotary_fraction=0.5", H, H * D)  # cos and sin alone have the factor
+    assert torch.equal(half.rotate(q, exact(19).q, exact(19))[..., 4:], q[..., 4:])
+
+
+WITHIN = ["self_extend:group=4", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm", "string"]
+
+
+@pytest.mark.parametrize("name", WITHIN)
 def test_within_the_near_window_it_is_rope(name):
     """Also the interleaved pairs and the fraction of a head are rope's."""
     options = "interleaved=true,rotary_fraction=0.5,base=300"

@@ -21,7 +21,8 @@ from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.cli.sweep import resolve_sweep
 from fairseq_rpe.evaluation.exact_match import explicit_ratio
 from fairseq_rpe.sweeps import grid
-from fairseq_rpe.sweeps.inputs import Inputs
+from fairseq_rpe.sweeps.resolve import Inputs
+from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.utils import files, json_files
 
 SMALL = ["--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -369,8 +370,8 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path):
     def work_left() -> list[grid.Stage]:
         args = build_parser("sweep").parse_args(sweep_command(out, swept[1]))
         sweep = resolve_sweep(args)
-        (cell,) = sweep.kind.build_runs(sweep, Inputs())
-        assert cell.result_count == 2 * (LONGEST - 1)
+        (cell,) = sweep_kind(sweep.kind).build_runs(sweep, Inputs())
+        assert sum(len(one.keys) for one in cell.evaluations) == 2 * (LONGEST - 1)
         return cell.remaining_stages()
 
     assert work_left() == []

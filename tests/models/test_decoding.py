@@ -14,9 +14,9 @@ from test_model import PAD, logits, tokens
 from fairseq_rpe.attention import AttentionPlan, kv_cache, reference, sdpa
 from fairseq_rpe.attention.kv_cache import GrowableBuffer, append_tokens
 from fairseq_rpe.core import Positions
+from fairseq_rpe.decoder.cache import DecoderCache
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.rope import Rope
-from fairseq_rpe.modules.attention import MovableCache
 
 CHUNKS = (7, 1, 1, 3, 1, 5, 1, 1, 2, 1)  # a prompt in one call, single tokens, several at once
 TURNED = ["rope", "rope:scaling=linear,factor=4", "rope:scaling=yarn,factor=4,original_length=8,resonance=true"]
@@ -83,8 +83,13 @@ class OfTheQueries(Rope):
         return super().angles(at - pos.q.amax(1, keepdim=True), pos)
 
 
-def cached_keys(model, state):
-    return model.decoder.layers[0].self_attn._get_input_buffer(state)["prev_key"]
+def movable():
+    return DecoderCache(is_movable=True)
+
+
+def cached_keys(state):
+    cache = state if isinstance(state, DecoderCache) else state["fairseq_rpe_cache"]
+    return cache.layer(0).tensors[0]
 
 
 def raw_keys(model, x):
@@ -103,7 +108,7 @@ def raw_keys(model, x):
         *((spec, "identity", dict, False) for spec in READ),
         ("rope", "interpolate:ratio=1/2", dict, True),
         ("rope", "interpolate:train=6", dict, False),
-        ("rope", "identity", MovableCache, False),
+        ("rope", "identity", movable, False),
         ("alibi", "identity", dict, False),
     ],
 )
@@ -111,7 +116,7 @@ def test_keys_are_kept_turned_only_where_nothing_can_turn_them_further(task, spe
     model = make_model(task, spec, positions_eval=evaluation)
     x, state = tokens(2, 13), kind()
     fed(model, x, state, (6, 1, 1, 5))
-    assert torch.allclose(cached_keys(model, state), raw_keys(model, x), atol=1e-6) != turned
+    assert torch.allclose(cached_keys(state), raw_keys(model, x), atol=1e-6) != turned
 
 
 def test_a_rotation_of_ones_own_is_turned_on_read(task):
@@ -144,11 +149,9 @@ def test_a_shorter_cache_goes_on_from_where_it_was_cut(task):
     x, other, state = tokens(2, 23), tokens(2, 23, seed=1), {}
     other[:, :10] = x[:, :10]
     fed(model, x, state, (10, 1, 1, 1))
-    before = cached_keys(model, state)
+    before = cached_keys(state)
     kept = before.clone()
-    for layer in model.decoder.layers:
-        cache = layer.self_attn._get_input_buffer(state)
-        layer.self_attn._set_input_buffer(state, {name: part[:, :, :10] for name, part in cache.items()})
+    state["fairseq_rpe_cache"].truncate(10)
     with torch.no_grad():
         wanted = logits(model, other)[:, 10:]
     twin, order = copy.deepcopy(state), torch.tensor([1, 0])

@@ -28,6 +28,7 @@ from torch import nn
 
 from fairseq_rpe.analysis import bias_snapshots
 from fairseq_rpe.encodings import build
+from fairseq_rpe.encodings.model import LayerEncodings
 from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
 from fairseq_rpe.figures import biases
 from fairseq_rpe.modules import encoding_logger
@@ -242,7 +243,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: str = "kerple_log", count: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.encodings = nn.ModuleList(build(spec, HEADS, 32) for _ in range(count))
+        self.encodings = LayerEncodings(build(spec, HEADS, 32) for _ in range(count))
         self.position_transforms = SimpleNamespace(update=-1)
 
     def forward(self) -> None:

@@ -12,7 +12,7 @@ from fairseq.trainer import Trainer
 from refusal import refusal
 from sweep_commands import flag, parser
 
-from fairseq_rpe.cli.training_options import stated_settings
+from fairseq_rpe.cli.train import stated_settings
 from fairseq_rpe.core import UserError
 from fairseq_rpe.runs import checkpoints, from_checkpoint, launch
 from fairseq_rpe.runs.training_config import TrainingConfig
@@ -97,6 +97,11 @@ def test_extended_twice_it_goes_by_the_first_length(state, corpus, tmp_path):
     found = resolved(*given, 96, lengths=None)
     assert found.original_length == 32 and found.lengths == (32, 64, 96) and found.config.rpe == YARN
     assert "is not above the 64 tokens" in refused(*given, 64)
+
+
+def test_another_encoding_may_be_calibrated_at_the_same_length(short, corpus, tmp_path):
+    result = resolved(short, corpus, "--tokens", 32, "--rpe", "nope", "--out", tmp_path / "x")
+    assert result.config.rpe == "nope" and result.original_length == 32 and not result.has_new_parameters
 
 
 def test_parameters_that_only_the_new_encoding_has_begin_untrained_and_that_is_said(short, corpus, tmp_path, capsys):
@@ -219,6 +224,10 @@ def test_cut_off_it_goes_on_and_the_new_checkpoint_has_the_old_length(short, cor
     assert made.load_encodings()[0].original_length == 32 and made.model["decoder_embed_dim"] == 32
     rows = {(one["checkpoint"], one["rpe"], one["length"]) for one in json_files.read_json_lines(out / "eval.jsonl")}
     assert len(rows) == 6 and (out / "ppl.png").exists()
+    page = (out / "report.html").read_text()
+    # settings, training and environment come from the records of the run
+    facts = ("original length", "learning rate", "4 updates of 8 sequences", "Environment", "resumed after update 2")
+    assert [words for words in facts if words not in page] == []
     # finished: nothing is trained or measured again, and another run is refused
     before = last.stat().st_mtime_ns
     assert "already holds the finished run of 4 updates" in run_here(*command).stdout

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sweep_commands import parser
 
-from fairseq_rpe.cli.training_options import stated_settings
+from fairseq_rpe.cli.train import stated_settings
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import launch
 from fairseq_rpe.runs.settings import RunSettings, make_plan
@@ -108,7 +108,8 @@ def test_what_contradicts_itself_is_refused(asked, words):
 def test_runs_of_before_are_the_same_runs():
     """With nothing said, and with the old values said."""
     defaults = {name: s.default for name, s in SETTINGS.items() if s.is_recorded_if_changed}
-    defaults["activation_fn"] = "relu"
+    defaults |= {"activation_fn": "relu", "norm": "layernorm", "block_init": "fairseq"}
+    defaults |= {"kv_heads": None, "head_dim": None}  # which have no default of their own
     del defaults["min_lr"]  # which goes with a cosine only
     for found in (settings(), settings(**defaults)):
         assert found.to_dict() == BEFORE and found.difference(read(BEFORE)) == ""

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sweep_commands import SMALL, parser
 
-from fairseq_rpe.cli.training_options import help_text, stated_settings
+from fairseq_rpe.cli.train import help_text, stated_settings
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.run_folder import CheckpointFolder, read_run_config
 from fairseq_rpe.runs.settings import make_plan
@@ -106,6 +106,33 @@ def test_a_run_starts_from_the_record_of_another_one(corpus, tmp_path, capsys):
     assert "records no configuration" in error_of(capsys, "train", "--from-run", record)
     assert "does not exist: name a run.json" in error_of(capsys, "train", "--from-run", tmp_path / "none.json")
     assert "--rpe is missing" in error_of(capsys, "train", corpus, "--out", tmp_path / "third")
+
+
+def test_relative_paths_of_a_record_lie_in_the_folder_that_the_record_names(corpus, tmp_path, monkeypatch):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+    (here / "data").symlink_to(corpus)
+    config = replace(CONFIG, data=Path("data"), out=Path("out"), tensorboard=tmp_path / "board", tokens=32)
+    monkeypatch.chdir(here)
+    CheckpointFolder(Path("out")).write_config(config)
+    assert read_run_config(Path("out/run.json")) == config
+    monkeypatch.chdir(elsewhere)
+    record = here / "out/run.json"
+    assert read_run_config(record) == replace(config, data=here / "data", out=here / "out")
+    command = run_here("train", "--from-run", record, "--dry-run").stdout
+    assert f" {here}/data " in command and f"--save-dir {here}/out " in command
+    assert "--save-dir ../x " in run_here("train", "--from-run", record, "--out", "../x", "--dry-run").stdout
+    # the folder was moved to another machine
+    record.write_text(json.dumps({**json.loads(record.read_text()), "working_folder": str(tmp_path / "gone")}))
+    assert read_run_config(record) == config
+
+
+def test_a_setting_that_belongs_to_extended_runs_is_an_option_of_extend():
+    args = vars(parser().parse_args(["extend", "x.pt", "d", "--tokens", "64", "--out", "x"]))
+    options = {name for name, setting in SETTINGS.items() if setting.is_extension_option}
+    assert options | {"finetune_from", "data", "tokens", "out"} == set(SETTINGS) & set(args)
+    assert {"lr", "seed", "nproc"} <= options and not {"dropout", "arch", "blocks", "nodes"} & options
 
 
 def test_a_config_in_the_record_changes_no_settings(tmp_path):

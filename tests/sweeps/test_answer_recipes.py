@@ -20,8 +20,8 @@ from sweep_commands import LAUNCHERS, SMALL, dry_run, merged_record, parse, reci
 from fairseq_rpe.core import UserError
 from fairseq_rpe.questions import benchmarks, dataset
 from fairseq_rpe.questions.dataset import Question
+from fairseq_rpe.reports.kind_report import load_results
 from fairseq_rpe.reports.question_scores import published_mean
-from fairseq_rpe.reports.sweep_results import load_results
 from fairseq_rpe.runs.run_folder import FinishedTraining
 from fairseq_rpe.sweeps import costs, recipes, run_sweep, slurm
 from fairseq_rpe.sweeps.grid import SweepRun

@@ -13,7 +13,7 @@ from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation.question_records import QuestionResult
 from fairseq_rpe.reports import perplexity_vs_retrieval, report_files
 from fairseq_rpe.reports.chapters import question_answering
-from fairseq_rpe.reports.sweep_results import load_results
+from fairseq_rpe.reports.kind_report import load_results
 from fairseq_rpe.reports.write import check_delta, write_report
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.sweep_record import EvaluationQuestions, QuestionConfig, SweepFolder, SweepRecord, SweepSettings

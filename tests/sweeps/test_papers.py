@@ -11,8 +11,9 @@ from sweep_commands import dry_run, flag, parse
 
 from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.checkpoints.model_sizes import MODEL_SIZES, full_arch_name
-from fairseq_rpe.cli.training_options import stated_settings
+from fairseq_rpe.cli.train import stated_settings
 from fairseq_rpe.data.prepare_options import CORPORA
+from fairseq_rpe.encodings.model import build_for_model
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.training_config import TrainingConfig
@@ -24,7 +25,7 @@ BUILT_IN = recipes.names()
 DRAWN = ["fire-lm-512", "fire-lm-large", "fire-lm-transfer"]  # their papers have figures, and no numbers
 WARPED = ["warping-algorithmic", "warping-lm"]
 EXTEND = [name for name in BUILT_IN if name.partition("-")[0] == "extend"]  # their papers stretch LLaMA
-OWN = ["passkey", "retrieval", "survey-encodings"]  # tests that are published, at settings of this project
+OWN = ["hybrids", "hybrids-passkey", "passkey", "retrieval", "survey-encodings"]  # at settings of this project
 UNPRINTED = ["warping-copy", *EXTEND, *OWN]  # a figure, of which no values are printed; or none of such models
 # a large model on several corpora, or tables of corpora and lengths, which no small corpus can show
 PAPER_ONLY = ["fire-lm-transfer", *(name for name in BUILT_IN if name.startswith("survey-") and name not in OWN)]
@@ -108,7 +109,8 @@ def test_every_recipe_loads():
         assert name in UNPRINTED or recipe.published.source
         for scale in recipe.presets.values() if name in RECIPES else ():
             assert (scale.corpus in CORPORA and scale.data) if recipe.kind == "text" else scale.corpus is None
-        larger = {"survey-encodings": "laptop"}.get(name, "large" if name in (*OWN, *EXTEND) else "paper")
+        others = {"survey-encodings": "laptop", "hybrids": "desktop", "hybrids-passkey": "laptop"}
+        larger = others.get(name, "large" if name in (*OWN, *EXTEND) else "paper")
         assert ("laptop" in recipe.presets) == (name not in PAPER_ONLY) and larger in recipe.presets
 
 
@@ -126,8 +128,9 @@ def test_every_method_builds_and_holds_the_longest_row(name, scale):
     for method in recipe.methods:
         for trained, longest in training_lengths(settings):
             settled = settings.resolve_method(method, trained)
-            encodings.build(settled.rpe_eval or settled.rpe, heads=4, width=128, length=trained)
-            encoding = encodings.build(settled.rpe, heads=4, width=128, length=trained)
+            sizes = {"heads": 4, "width": 128, "layers": 4, "length": trained}
+            build_for_model(settled.rpe_eval or settled.rpe, **sizes)
+            encoding = build_for_model(settled.rpe, **sizes).layer(0)
             for spec in (settled.positions_train, settled.positions_eval):
                 transform = positions.build(spec or "identity", trained)
                 assert transform.evaluation and not (transform.fractional and encoding.position_type == "whole")

@@ -20,7 +20,8 @@ from sweep_commands import BROKEN, QUIET, parse, table
 from fairseq_rpe.cli.sweep import resolve_sweep
 from fairseq_rpe.data import folder
 from fairseq_rpe.sweeps import slurm
-from fairseq_rpe.sweeps.inputs import Inputs
+from fairseq_rpe.sweeps.resolve import Inputs
+from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.utils import files, json_files
 
 
@@ -200,7 +201,7 @@ def test_a_job_runs_on_this_machine_too(corpus, tmp_path):
     """The same job by submitit's local executor, without any SLURM."""
     submitit = pytest.importorskip("submitit", reason="needs the extra slurm")
     sweep = resolve_sweep(parse(command(corpus, tmp_path / "out", "nope", "--updates", "4")))
-    [cell] = sweep.kind.build_runs(sweep, Inputs(folder.corpus_digest(corpus)))
+    [cell] = sweep_kind(sweep.kind).build_runs(sweep, Inputs(folder.corpus_digest(corpus)))
     [job] = submitit.LocalExecutor(tmp_path / "jobs" / "%j").map_array(slurm.SweepJob(), [cell])
     assert job.result() is None and cell.remaining_stages() == []
     assert [row["length"] for row in json_files.read_json_lines(cell.folder.results)] == [32, 64]

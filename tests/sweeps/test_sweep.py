@@ -31,7 +31,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.reports.extrapolation_definition import _predict_method
-from fairseq_rpe.reports.sweep_results import load_results
+from fairseq_rpe.reports.kind_report import load_results
 from fairseq_rpe.reports.write import write_report
 from fairseq_rpe.runs.child_output import last_error
 from fairseq_rpe.sweeps import costs, local_executor
@@ -366,7 +366,9 @@ def test_an_update_costs_as_many_batches_as_it_has(corpus, tmp_path):
 def test_the_bar_of_generated_tasks(tmp_path):
     _, [cell] = resolve_sweep("--algorithms", "copy:items=4,test=70", "--encodings", "nope", "--out", tmp_path)
     results = costs.RunCost.from_run(cell).results
-    assert len(results) == cell.result_count and results == sorted(results) and results[0] > 0
+    assert (
+        len(results) == sum(len(one.keys) for one in cell.evaluations) and results == sorted(results) and results[0] > 0
+    )
 
 
 def test_a_setting_that_is_left_out_later_makes_another_sweep(corpus, tmp_path):

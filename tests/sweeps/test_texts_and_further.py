@@ -25,6 +25,7 @@ from sweep_commands import (
     table,
 )
 
+from fairseq_rpe.cli import sweep as sweep_command
 from fairseq_rpe.core import UserError
 from fairseq_rpe.reports import report_files
 from fairseq_rpe.sweeps import local_executor, run_sweep, slurm
@@ -122,6 +123,16 @@ def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, monkeypatch
         assert words == ["prepare-corpus", name, "--out", place, "--vocab-from", folders[0]]
         parse(words)
     assert [line[2] for line in lines if line[0] == "eval"][:3] == folders
+
+
+def test_a_folder_of_the_recipe_is_made_by_its_command_however_its_path_is_spelled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data-bin/arxiv-gpt2").mkdir(parents=True)
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "fire-lm"\n[presets.paper.evaluate]\narxiv = "data-bin/./arxiv-gpt2/"\n')
+    words = ["sweep", "--recipe", str(path), "--preset", "paper"]
+    assert sweep_command.resolve_sweep(parse(words)).prepared == {"arxiv"}
+    assert sweep_command.resolve_sweep(parse([*words, "--eval-data", "arxiv=."])).prepared == set()
 
 
 def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch):

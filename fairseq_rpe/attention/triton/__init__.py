@@ -10,7 +10,8 @@ import os
 import torch
 from torch import Tensor
 
-from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced, table_by_distance
+from fairseq_rpe.attention.key_heads import attend_by_key_head
+from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced
 from fairseq_rpe.attention.prune import check_pruning
 from fairseq_rpe.core.bias import ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
@@ -27,9 +28,9 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
 
     Args:
         q: (B, H, n, D), D a multiple of 8 from 32 to 256; the queries are the last n of the m tokens.
-        k: (B, H, m, D), in q's dtype.
-        v: (B, H, m, D), in q's dtype.
-        plan: positions, bias, padding and pruning of the n queries and m keys.
+        k: (B, G, m, D), in q's dtype. G divides H, and query head h reads key head h // (H / G).
+        v: (B, G, m, D), in q's dtype.
+        plan: positions, bias, visibility, softcap, null logit and pruning of the n queries and m keys.
         dropout: must be 0.
 
     Returns:
@@ -42,14 +43,22 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
     if reason := refusal_reason(q, k, v, plan, dropout):
         raise UserError(reason)
     # not at the top of the file: autograd imports the package triton, which is optional
-    from fairseq_rpe.attention.triton.autograd import attend, attend_pruned
+    from fairseq_rpe.attention.triton.autograd import attend
 
     if plan.prune:
         check_pruning(q, k, v, plan, dropout)
         assert isinstance(plan.bias, ToeplitzBias)  # checked
         if plan.padding is None and q.shape[2] == k.shape[2] and is_evenly_spaced(plan.bias, plan.positions):
-            return attend_pruned(q, k, v, table_by_distance(plan.bias, k.shape[2]), plan.prune)
+            return attend_by_key_head(_attend_pruned, q, k, v, plan, dropout)
     return attend(q, k, v, plan)
+
+
+def _attend_pruned(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
+    """Attend with pruning, with as many heads of q, k and v."""
+    from fairseq_rpe.attention.triton.autograd import attend_pruned
+
+    assert isinstance(plan.bias, ToeplitzBias)
+    return attend_pruned(q, k, v, plan.bias.columns(k.shape[2]), plan.prune)
 
 
 def refusal_reason(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> str | None:

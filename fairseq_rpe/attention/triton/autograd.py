@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_rpe.attention.double_backward import causal_bias, dense_attention, differentiable_gradients
-from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced, table_by_distance
+from fairseq_rpe.attention.key_heads import repeat_key_heads
+from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced
 from fairseq_rpe.attention.prune import BLOCK, block_bias_bounds, first_kept_key, score_bound_terms, subtract_max
 from fairseq_rpe.attention.scaled_distance_bias import dense_scaled_distance_bias, visible_pieces
 from fairseq_rpe.attention.toeplitz_attention import LOG2E
@@ -33,22 +34,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
 
     Args:
         q: (B, H, n, D).
-        k: (B, H, m, D).
-        v: (B, H, m, D).
+        k: (B, G, m, D).
+        v: (B, G, m, D).
         plan: plan without pruning that ``triton.refusal_reason`` does not refuse.
     """
-    bias = plan.bias
+    bias, m = plan.bias, k.shape[2]
     tensors: tuple[Tensor, ...] = ()
     if isinstance(bias, ScaledDistanceBias):
         pieces = visible_pieces(bias, plan)
         lines = pieces.value, pieces.slope, bias.distance_values, bias.query_scale
         tensors = *lines, pieces.breakpoints, pieces.midpoints
     elif isinstance(bias, ToeplitzBias) and is_evenly_spaced(bias, plan.positions):
-        tensors = (table_by_distance(bias, k.shape[2]),)
+        tensors = (bias.columns(m),)
     elif isinstance(bias, ToeplitzBias):
         tensors = bias.table, *column_offsets(bias, plan.positions)
+    until = plan.visible_until
+    options = Options(
+        until=None if until is None else until.expand(len(q), -1).contiguous(),
+        window=None if plan.window is None or plan.window >= m else plan.window,
+        softcap=plan.softcap,
+    )
     # copies are made outside of the function, so that second derivatives reach the originals
-    out: Tensor = TritonAttention.apply(*_arrange_memory(q, k, v), plan.visible_until, *tensors)
+    out: Tensor = TritonAttention.apply(*_arrange_memory(q, k, v), plan.null_logit, options, *tensors)
     return out
 
 
@@ -76,7 +83,7 @@ def attend_pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) ->
     # first key of each block of queries in the first run: that of the block before
     first = (torch.arange(blocks, dtype=torch.int32, device=q.device) - 1).clamp_min(0) * BLOCK
     first = first.expand(batch, heads, blocks).contiguous()
-    shared = arguments(q, k, v, None, table) | {"first": first, "out": out, "low": None, "lse": lse}
+    shared = arguments(q, k, v, None, Options(), table) | {"first": first, "out": out, "low": None, "lse": lse}
     launch(FORWARD, n, "BLOCK_M", shared)
     offset, norm, radius = score_bound_terms(q, k)
     low, tail = offset - lse * math.log(2), block_bias_bounds(table.float())
@@ -87,12 +94,25 @@ def attend_pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) ->
     return out
 
 
+class Options(NamedTuple):
+    """What has no gradient.
+
+    Attributes:
+        until: (B, m) int32, the last query that sees each key, -1 at padding, or None if the row's last query sees all.
+        window: no query sees a key that is this number of tokens or more before it; None: unknown. The bias hides them.
+        softcap: c of c·tanh(s/c), which replaces the content logits s; 0: none.
+    """
+
+    until: Tensor | None = None
+    window: int | None = None
+    softcap: float = 0.0
+
+
 class TritonAttention(torch.autograd.Function):
     """Computes softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
 
-    Inputs are q (B, H, n, D), k and v (B, H, m, D) as :func:`_arrange_memory` returns them; ``until`` (B, m) int32, the
-    last query that sees each key, -1 at padding, or None if the row's last query sees all keys; and the tensors of the
-    bias, one of these combinations:
+    Inputs are q (B, H, n, D), k and v (B, G, m, D) as :func:`_arrange_memory` returns them; the logits (H,) of a key
+    with value 0, or None; :class:`Options`; and the tensors of the bias, one of these combinations:
 
     - no tensor: no bias;
     - table (H, R) by distance in tokens;
@@ -103,54 +123,80 @@ class TritonAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, until: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, null_logit: Tensor | None, options: Options, *tensors: Tensor
+    ) -> Tensor:
         """Compute the output and save what the backward pass needs."""
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         # the rounding error of a half-precision output, for the backward pass: with a rounded O, the error of
         # delta = Σ dO·O exceeds the sum of dS of a query with one large weight
         low = torch.empty_like(q) if q.dtype != torch.float32 and any(ctx.needs_input_grad) else None
-        launch(FORWARD, q.shape[2], "BLOCK_M", arguments(q, k, v, until, *tensors), out=out, low=low, lse=lse)
-        ctx.save_for_backward(q, k, v, until, out, low, lse, *tensors)
+        shared = arguments(q, k, v, null_logit, options, *tensors)
+        launch(FORWARD, q.shape[2], "BLOCK_M", shared, out=out, low=low, lse=lse)
+        ctx.save_for_backward(q, k, v, null_logit, options.until, out, low, lse, *tensors)
+        ctx.options = options._replace(until=None)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs, differentiable if a graph of the backward pass is recorded."""
         saved = ctx.saved_tensors  # may be unpacked only once, under activation checkpointing
-        q, k, v, until, _, _, _, *tensors = saved
+        q, k, v, null_logit, until, _, _, _, *tensors = saved
+        inputs = (q, k, v, *(() if null_logit is None else (null_logit,)), *tensors)
+        options = ctx.options._replace(until=until)
 
-        def formula(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
-            bias, empty = _dense(q, k, until, *tensors)
-            return dense_attention(q, k, v, bias).masked_fill(empty, 0.0)
+        def formula(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+            null_logit, tensors = (None, others) if len(others) == len(bias_needs) else (others[0], others[1:])
+            return _dense_attention(q, k, v, null_logit, options, *tensors)
 
-        needs = *ctx.needs_input_grad[:3], *ctx.needs_input_grad[4:]
+        *qkv_needs, null_needs, _ = ctx.needs_input_grad[:5]
+        bias_needs = ctx.needs_input_grad[5:]
+        needs = *qkv_needs, *(() if null_logit is None else (null_needs,)), *bias_needs
         dq, dk, dv, *others = differentiable_gradients(
-            lambda: TritonAttention.gradients(ctx, grad, saved), formula, grad, (q, k, v, *tensors), needs
+            lambda: TritonAttention.gradients(ctx, grad, saved), formula, grad, inputs, needs
         )
-        return dq, dk, dv, None, *others
+        null_grad = None if null_logit is None else others.pop(0)
+        return dq, dk, dv, null_grad, None, *others
 
     @staticmethod
     def gradients(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the tensors of the bias.
+        """Return the gradients of q, k, v, of the null logits if there are any, and of the tensors of the bias.
 
         Args:
             ctx: autograd's context, as the forward pass left it.
             grad: (B, H, n, D), gradient of the output.
-            saved: q, k, v, until, the output, its rounding error or None, the log-sum-exp, and the bias's tensors.
+            saved: q, k, v, null logits, until, the output, its rounding error or None, the log-sum-exp, and the bias's
+                tensors.
         """
-        q, k, v, until, out, low, lse, *tensors = saved
-        shared = arguments(q, k, v, until, *tensors)
-        shared |= {"grad": _match_layout(grad, q), "lse": lse, "delta": torch.empty_like(lse)}
+        q, k, v, null_logit, until, out, low, lse, *tensors = saved
+        shared = arguments(q, k, v, null_logit, ctx.options._replace(until=until), *tensors)
+        delta = torch.empty_like(lse)
+        shared |= {"grad": _match_layout(grad, q), "lse": lse, "delta": delta}
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         factor = q.shape[-1] ** -0.5
         # the first kernel writes delta, which the others read
         launch(QUERY_GRADIENT, q.shape[2], "BLOCK_M", shared, out=out, low=low, dq=dq, factor=factor)
         launch(KEY_GRADIENT, k.shape[2], "BLOCK_N", shared, dk=dk, dv=dv, factor=factor)
-        return dq, dk, dv, *bias_gradients(shared, ctx.needs_input_grad[4:], tensors)
+        null_grads: tuple[Tensor, ...] = ()
+        if null_logit is not None:
+            # dS = P (dP - delta) of a key with value 0, whose dP is 0
+            weights = torch.exp2(shared["null"][:, None] - lse)  # (B, H, n)
+            null_grads = (-(weights * delta).sum((0, 2)).to(null_logit.dtype),)
+        return dq, dk, dv, *null_grads, *bias_gradients(shared, ctx.needs_input_grad[5:], tensors)
 
 
-def _dense(q: Tensor, k: Tensor, until: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def _dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, null_logit: Tensor | None, options: Options, *tensors: Tensor
+) -> Tensor:
+    """Compute the output by differentiable operations, in O(n·m) memory."""
+    k, v = (repeat_key_heads(x, q.shape[1]) for x in (k, v))
+    bias, empty = _dense_bias(q, k, options.until, *tensors)
+    out = dense_attention(q, k, v, bias, softcap=options.softcap, null_logit=null_logit)
+    return out.masked_fill(empty, 0.0)
+
+
+def _dense_bias(q: Tensor, k: Tensor, until: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Return the dense bias, -inf at hidden keys, and (B or 1, 1, n, 1) bool, True at queries that see no key."""
     n, m = q.shape[2], k.shape[2]
     hidden = causal_bias(n, m, q)[None, None]  # (1, 1, n, m)
@@ -190,21 +236,23 @@ def _match_layout(x: Tensor, like: Tensor) -> Tensor:
     return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
 
 
-def arguments(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None, *tensors: Tensor) -> dict[str, Any]:
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, null_logit: Tensor | None, options: Options, *tensors: Tensor
+) -> dict[str, Any]:
     """Return the kernels' common arguments by name.
 
     A kernel needs a pointer for each tensor, so q replaces a missing tensor, and the kernel does not read it.
 
     Args:
         q: (B, H, n, D), as :func:`_arrange_memory` returns it.
-        k: (B, H, m, D), likewise.
-        v: (B, H, m, D), likewise.
-        until: (B, m) int32 last query that sees each key, -1 at padding, or None.
+        k: (B, G, m, D), likewise.
+        v: (B, G, m, D), likewise.
+        null_logit: (H,) logits of a key with value 0, or None.
+        options: visibility and softcap.
         tensors: tensors of the bias, in one of the combinations that :class:`TritonAttention` lists.
     """
-    width = q.shape[3]
+    width, until = q.shape[3], options.until
     bias, table, at_q, at_k = _bias_arguments(tensors)
-    until = None if until is None else until.contiguous()
     tensor_args = {"q": q, "k": k, "v": v, "table": table, "at_q": at_q, "at_k": at_k, "until": until}
     args: dict[str, Any] = {name: q if x is None else x for name, x in tensor_args.items()}
     args |= zip(("q_b", "q_h", "q_n", "k_b", "k_h", "k_n"), (*q.stride()[:3], *k.stride()[:3]), strict=True)
@@ -212,8 +260,10 @@ def arguments(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None, *tensors: T
     strides = (0 if x is None or len(x) == 1 else x.shape[1] for x in (at_q, at_k))
     args |= zip(("at_q_b", "at_k_b"), strides, strict=True)
     args |= {"n": q.shape[2], "m": k.shape[2], "columns": 1 if table is None else table.shape[1], "first": None}
-    args |= {"scale": width**-0.5 * LOG2E, "WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length()}
-    return args | {"BIAS": bias, "PADDED": until is not None}
+    args |= {"null": None if null_logit is None else (null_logit.float() * LOG2E).contiguous()}
+    args |= {"window": options.window, "cap": options.softcap * LOG2E, "scale": width**-0.5 * LOG2E}
+    args |= {"WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length(), "GROUP": q.shape[1] // k.shape[1]}
+    return args | {"BIAS": bias, "PADDED": until is not None, "CAPPED": options.softcap > 0}
 
 
 class _BiasArguments(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from fairseq_rpe.attention.toeplitz_attention import LOG2E
 from fairseq_rpe.attention.triton import tuning
@@ -37,8 +38,9 @@ from fairseq_rpe.attention.triton.tuning import run
 @triton.jit(do_not_specialize=LENGTHS[:3])
 def diagonal_sums(
     q, k, v, grad, lse, delta, sums, table, at_q, at_k, until,
-    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, n, m, columns, scale,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, n, m, columns, scale, cap,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    CAPPED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Sum dS by distance, or for a scaled-distance bias the gradient of far in base 2.
 
@@ -50,18 +52,20 @@ def diagonal_sums(
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows = tl.arange(0, SIZE)
     queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
-    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    key_offset = batch * k_b + head // GROUP * k_h
+    keys, values = k + key_offset, v + key_offset
     per_row = (batch * tl.num_programs(1) + head) * n
     table_row = table + head * columns
-    head_args = (table_row, at_k, until + batch * m, columns, scale)
+    head_args = (table_row, at_k, until + batch * m, columns, scale, cap)
     tile = tl.zeros([SIZE, SIZE], dtype=tl.float32)
     for first in range(tl.maximum(gap - (m - n), 0) // SIZE * SIZE, n, SIZE):
         at, at_q_block = query_indices(first, rows, at_q + batch * at_q_b, n, m, BIAS)
         start = first + (m - n) - gap
         block = load_query_rows(queries, grads, lse + per_row, delta + per_row, first, rows, q_n, n, WIDTH, BLOCK_D)
-        ds, _ = score_gradients(
-            block, gap, at, at_q_block, start, rows, keys, values, k_n, m, head_args, WIDTH, BLOCK_D, BIAS, PADDED, True
-        )
+        ds, _, _ = score_gradients(
+            block, gap, at, at_q_block, start, rows, keys, values, k_n, m, head_args,
+            WIDTH, BLOCK_D, BIAS, PADDED, True, CAPPED,
+        )  # fmt: skip
         if BIAS >= CURVE:
             i, j = at[:, None], (start + rows)[None, :]
             visible = (j <= i) & (j >= 0)
@@ -79,8 +83,9 @@ def diagonal_sums(
 @triton.jit(do_not_specialize=LENGTHS[:3])
 def walked_sums(
     q, k, v, grad, lse, delta, sums, near_grad, table, at_q, at_k, until,
-    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, cap,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    CAPPED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Sum dS over one block of queries of a head, by column of a table, or by piece of a scaled-distance bias.
 
@@ -100,16 +105,18 @@ def walked_sums(
     block = load_query_rows(
         q + offset, grad + offset, lse + per_row, delta + per_row, start, rows, q_n, n, WIDTH, BLOCK_D
     )
-    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    key_offset = batch * k_b + head // GROUP * k_h
+    keys, values = k + key_offset, v + key_offset
     table_row, at_k_row = table + head * columns, at_k + batch * at_k_b
-    head_args = (table_row, at_k_row, until + batch * m, columns, scale)
+    head_args = (table_row, at_k_row, until + batch * m, columns, scale, cap)
     program_sums = sums + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
     total = tl.zeros([SIZE], dtype=tl.float32)  # gradient of near
     for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
         gap = start + m - n - first
-        ds, _ = score_gradients(
-            block, gap, at, at_q_block, first, rows, keys, values, k_n, m, head_args, WIDTH, BLOCK_D, BIAS, PADDED, True
-        )
+        ds, _, _ = score_gradients(
+            block, gap, at, at_q_block, first, rows, keys, values, k_n, m, head_args,
+            WIDTH, BLOCK_D, BIAS, PADDED, True, CAPPED,
+        )  # fmt: skip
         i, j = at[:, None], (first + rows)[None, :]
         visible = j <= i
         if BIAS == POSITIONS:
@@ -157,10 +164,11 @@ def bias_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list
 
 def _column_sums(shared: dict[str, Any], table: Tensor) -> Tensor:
     """Return (H, R) float32 sums of dS by column of a table at arbitrary positions."""
-    sums = shared["q"].new_zeros(table.shape, dtype=torch.float32)
+    q = shared["q"]
+    sums = q.new_zeros(table.shape, dtype=torch.float32)
     size, options = _square_tiles(walked_sums, shared)
     blocks = triton.cdiv(shared["n"], size)
-    run(walked_sums, lambda meta: blocks, shared, sums=sums, near_grad=None, **options)
+    run(walked_sums, lambda meta: blocks, shared, q.shape[1], sums=sums, near_grad=None, **options)
     return sums
 
 
@@ -175,7 +183,7 @@ def _curve_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: li
         blocks, pieces = triton.cdiv(shared["n"], size), shared["columns"] // ENTRIES.value
         piece_grads = q.new_zeros(*q.shape[:2], blocks, pieces, 2, dtype=torch.float32)
         near_grads = q.new_empty(q.shape[:3], dtype=torch.float32)
-        run(walked_sums, lambda meta: blocks, shared, sums=piece_grads, near_grad=near_grads, **options)
+        run(walked_sums, lambda meta: blocks, shared, q.shape[1], sums=piece_grads, near_grad=near_grads, **options)
         # (H, K, 2) without the table's padding -> (H, K) each
         value_grad, slope_grad = piece_grads.sum((0, 2))[:, : value.shape[1]].unbind(2)
         near_grad = near_grads.sum(1).sum_to_size(near.shape) / LOG2E
@@ -186,18 +194,20 @@ def _curve_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: li
 
 def _distance_sums(shared: dict[str, Any]) -> Tensor:
     """Return (H, m) float32 sums of dS by distance."""
-    q, m = shared["q"], shared["m"]
+    q, m, window = shared["q"], shared["m"], shared["window"]
     batch, heads, _, _ = q.shape
     size, options = _square_tiles(diagonal_sums, shared)
-    blocks = triton.cdiv(m, size) + 1
+    distances = m if window is None else window  # those beyond the window have no gradient
+    blocks = triton.cdiv(distances, size) + 1
     sums = q.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
-    run(diagonal_sums, lambda meta: blocks, shared, sums=sums, **options)
+    run(diagonal_sums, lambda meta: blocks, shared, heads, sums=sums, **options)
     # neighbouring block distances share half of their distances, and the first begins ``size`` before distance 0
     block_sums = sums.sum(0)  # (H, T, 2·SIZE)
     by_distance = block_sums.new_zeros(heads, blocks + 1, size)
     by_distance[:, :-1] += block_sums[..., :size]
     by_distance[:, 1:] += block_sums[..., size:]
-    return by_distance.flatten(1)[:, size : size + m]
+    sums_by_distance = by_distance.flatten(1)[:, size : size + distances]
+    return F.pad(sums_by_distance, (0, m - distances))
 
 
 def _square_tiles(kernel: Any, shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -16,16 +16,22 @@ BIAS determines the content of ``table``, ``at_q`` and ``at_k``, of a head and a
 These arguments have the same meaning in all kernels:
 
 - q, grad, out, dq: (B, H, n, D) in one memory layout; q_b, q_h, q_n: elements to the next sequence, head and query;
-- k, v, dk, dv: (B, H, m, D) in one memory layout; k_b, k_h, k_n: likewise;
+- k, v, dk, dv: (B, H / GROUP, m, D) in one memory layout; k_b, k_h, k_n: likewise;
 - lse, delta: (B, H, n) float32, the log-sum-exp in base 2 and Σ_j P·dP;
 - at_q_b, at_k_b: elements from a sequence's at_q and at_k to the next one's, 0 if all sequences share them;
 - until: (B, m) int32, the last query that sees each key, -1 at padding; read if PADDED;
+- null: (H,) float32 logits in base 2 of a key with value 0 that every query sees besides, or None;
+- window: no query sees a key that is this number of tokens or more before it, or None. The bias hides such keys, so a
+  window decides only where loops begin and end;
+- cap: c of c·tanh(s/c), in base 2, which replaces the products s = q·k·scale if CAPPED;
+- GROUP: number of query heads that share a key head; query head h reads key head h // GROUP;
 - columns: length of a head's table, at least 1;
 - scale: log2(e) / sqrt(D);
 - gap: absolute index of a tile's first query less that of its first key;
 - DIAGONAL: whether causality may hide some key of a tile from some query; otherwise only ``until`` hides keys.
 """
 
+import math
 import os
 
 import triton
@@ -34,7 +40,9 @@ import triton.language as tl
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TABLE_MARGIN = 256  # at least twice the largest block
 MOST_APART = 2**23  # elements from a row to the next one: a tile of 128 rows then has addresses within 32 bits
-LENGTHS = ("n", "m", "columns", "lengths")  # arguments for whose values, odd or even, one compilation serves
+# arguments for whose values, odd or even, one compilation serves; the last one only the autotuner reads
+LENGTHS = ("n", "m", "columns", "window", "lengths")
+LOG2E = tl.constexpr(math.log2(math.e))
 FEW_STEPS = tl.constexpr(5)  # steps of a binary search up to which a tile loops over its pieces instead
 # entries of a piece in the table of a curve; the first is its end
 MIDPOINT, VALUE, SLOPE_ENTRY, ENTRIES = (tl.constexpr(x) for x in range(1, 5))
@@ -148,18 +156,31 @@ def curve_bias(
 
 
 @triton.jit
+def soft_cap(s, cap):
+    """Return cap·tanh(s/cap) and its derivative."""
+    e = tl.exp2(tl.abs(s) * (-2.0 * LOG2E) / cap)  # exp(-2·|s|/cap)
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(s < 0, -t, t) * cap, 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
 def logits(
     product, gap, at, j, at_q, m, head_args,
-    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
+    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of a tile from its products q·k; -inf where a query does not see a key.
+    """Return the logits of a tile from its products q·k, and their derivative by q·k·scale, which is 1 unless CAPPED.
+
+    A logit is -inf where a query does not see a key.
 
     product: (BLOCK_M, BLOCK_N) q·k, or transposed, keys by queries. at: (BLOCK_M, 1) absolute indices of the queries,
     and at_q likewise; j: (1, BLOCK_N) indices of the keys; or both transposed. gap: the first ``at`` less the first
-    ``j``. head_args: table, at_k and until of this head and sequence, columns, scale.
+    ``j``. head_args: table, at_k and until of this head and sequence, columns, scale, cap.
     """
-    table, at_k, until, columns, scale = head_args
+    table, at_k, until, columns, scale, cap = head_args
     s = product * scale
+    slope = 1.0
+    if CAPPED:
+        s, slope = soft_cap(s, cap)
     visible = None
     if DIAGONAL or PADDED:
         # apart, at and j take a register each; a difference would take one for every pair, kept from tile to tile
@@ -185,7 +206,7 @@ def logits(
         visible = visible & (tl.load(until + j, mask=(j >= 0) & (j < m), other=-1) >= at)
     if DIAGONAL or PADDED:
         s = tl.where(visible, s, float("-inf"))
-    return s
+    return s, slope
 
 
 @triton.jit
@@ -201,15 +222,23 @@ def load_query_rows(q, grad, lse, delta, start, rows, q_n, n, WIDTH: tl.constexp
 @triton.jit
 def score_gradients(
     queries, gap, at, at_q, start, cols, keys, values, k_n, m, head_args,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return dS = P (dP - delta) of a tile of queries by keys start + cols, in nats, and the tile of k.
 
-    P are the weights, and dP = dO·Vᵀ. queries: the result of :func:`load_query_rows`.
+    The second result is the gradient of q·k·scale: that of the logits dS, unless CAPPED. P are the weights, and
+    dP = dO·Vᵀ. queries: the result of :func:`load_query_rows`.
     """
     q, grad, lse, delta = queries
     k = load(keys, start, cols, k_n, m, WIDTH, BLOCK_D, not DIAGONAL)
     v = load(values, start, cols, k_n, m, WIDTH, BLOCK_D, not DIAGONAL)
     product, j = dot(q, tl.trans(k)), start + cols
-    s = logits(product, gap, at[:, None], j[None, :], at_q[:, None], m, head_args, BIAS, PADDED, DIAGONAL)
-    return tl.exp2(s - lse[:, None]) * (dot(grad, tl.trans(v)) - delta[:, None]), k
+    s, slope = logits(
+        product, gap, at[:, None], j[None, :], at_q[:, None], m, head_args, BIAS, PADDED, DIAGONAL, CAPPED
+    )  # fmt: skip
+    ds = tl.exp2(s - lse[:, None]) * (dot(grad, tl.trans(v)) - delta[:, None])
+    product_grad = ds
+    if CAPPED:
+        product_grad = ds * slope
+    return ds, product_grad, k

@@ -64,7 +64,7 @@ def _config(queries: int, keys: int, warps: int, stages: int) -> triton.Config:
 
 
 def _with_autotuning(kernel: Any) -> Any:
-    """Return a kernel that measures its block sizes once per process, head width, dtype, bias and class of lengths."""
+    """Return a kernel that measures its block sizes once per process, dtype, type of call and class of lengths."""
     if INTERPRETED:
         return kernel
     name = kernel.__name__
@@ -83,7 +83,7 @@ def _with_autotuning(kernel: Any) -> Any:
         candidates = candidates if args["lengths"] else FEW_QUERIES
         return [configs[x] for x in (candidates[-1:] if torch.are_deterministic_algorithms_enabled() else candidates)]
 
-    keys = ["lengths", "WIDTH", "BIAS", "PADDED"]
+    keys = ["lengths", "WIDTH", "BIAS", "PADDED", "CAPPED"]
     return triton.autotune([*configs.values()], key=keys, prune_configs_by={"early_config_prune": suitable})(kernel)
 
 
@@ -91,7 +91,7 @@ FORWARD, QUERY_GRADIENT, KEY_GRADIENT = map(_with_autotuning, (forward, query_gr
 
 
 def launch(kernel: Any, rows: int, block: str, shared: dict[str, Any], **more: Any) -> None:
-    """Run a tuned kernel on a grid of (blocks of rows, heads, batch).
+    """Run a tuned kernel on a grid of (blocks of rows, heads, batch), with the heads of the queries or of the keys.
 
     Args:
         kernel: FORWARD, QUERY_GRADIENT or KEY_GRADIENT.
@@ -102,20 +102,24 @@ def launch(kernel: Any, rows: int, block: str, shared: dict[str, Any], **more: A
     """
     block_sizes = INTERPRETER_SIZES if INTERPRETED else {}
     # class of lengths: sizes are measured once for each
-    lengths = 0 if shared["n"] <= 16 else 1 if shared["m"] <= 2048 else 2
-    run(kernel, lambda meta: triton.cdiv(rows, meta[block]), shared, **more, **block_sizes, lengths=lengths)
+    seen_keys = shared["m"] if shared["window"] is None else shared["window"]
+    lengths = 0 if shared["n"] <= 16 else 1 if seen_keys <= 2048 else 2
+    heads = shared["q" if block == "BLOCK_M" else "k"].shape[1]
+    blocks = lambda meta: triton.cdiv(rows, meta[block])  # noqa: E731
+    run(kernel, blocks, shared, heads, **more, **block_sizes, lengths=lengths)
 
 
-def run(kernel: Any, blocks: Callable[[dict[str, Any]], int], shared: dict[str, Any], **more: Any) -> None:
+def run(kernel: Any, blocks: Callable[[dict[str, Any]], int], shared: dict[str, Any], heads: int, **more: Any) -> None:
     """Run a kernel on a grid of (blocks, heads, batch) with those of the shared arguments that it has.
 
     Args:
         kernel: any Triton kernel, tuned or not.
         blocks: function of the kernel's meta-parameters that returns the number of blocks.
+        heads: number of heads of the grid.
         shared: arguments by name that several kernels have in common; those that this kernel lacks are ignored.
         more: further arguments of this kernel.
     """
     q = shared["q"]
     arguments = {name: shared[name] for name in kernel.arg_names if name in shared}
     with torch.cuda.device_of(q):  # Triton launches on the current device, whichever the tensors are on
-        kernel[lambda meta: (blocks(meta), q.shape[1], q.shape[0])](**arguments, **more)
+        kernel[lambda meta: (blocks(meta), heads, q.shape[0])](**arguments, **more)

@@ -1,6 +1,7 @@
-"""Chapters on a sweep on text: perplexity over length, loss by position, Definition 0.1."""
+"""Chapters on perplexities: perplexity over length, loss by position, Definition 0.1."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -8,12 +9,11 @@ from matplotlib.figure import Figure
 
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.figures import sweep_curves
-from fairseq_rpe.reports.chapters import published_comparison
 from fairseq_rpe.reports.chapters.training import TrainedRun, own_settings
 from fairseq_rpe.reports.extrapolation_definition import unused_context_reasons
 from fairseq_rpe.reports.page import Block, Part, Picture, ReportContent, Text, markdown, svg_picture
 from fairseq_rpe.reports.sweep_results import Perplexities
-from fairseq_rpe.sweeps.sweep_record import SweepRecord
+from fairseq_rpe.sweeps.sweep_record import Method, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, lowest, number_cell, text_cell
 
 
@@ -25,30 +25,55 @@ class _LengthBlocks(NamedTuple):
     figure: Figure
 
 
+@dataclass(frozen=True)
+class ComparedModels:
+    """What the chapters state about models, whether a sweep has trained them or not.
+
+    Attributes:
+        methods: encodings and position transforms, by name of the model.
+        split: split of the text that they are evaluated on.
+        seeds: number of trainings of each model.
+        updates: number of updates of the training, None if unknown.
+        data: name of the training text, None if unknown.
+    """
+
+    methods: Mapping[str, Method]
+    split: str
+    seeds: int = 1
+    updates: int | None = None
+    data: str | None = None
+
+    @classmethod
+    def from_sweep(cls, record: SweepRecord, runs: Sequence[TrainedRun]) -> "ComparedModels":
+        """Return what the record of a sweep and its runs state."""
+        methods = {name: record.method(name) for name in record.encodings}
+        settings = record.settings
+        return cls(methods, settings.split, len(record.seeds), settings.updates, own_settings(record, runs).data)
+
+
 def build_content(
-    record: SweepRecord, runs: Sequence[TrainedRun], perplexities: Perplexities, theory: list[Block]
+    models: ComparedModels, perplexities: Perplexities, theory: list[Block], published: Sequence[Block] = ()
 ) -> ReportContent:
-    """Build the report of a sweep on text.
+    """Build the report on perplexities.
 
     Args:
-        record: record of the sweep.
-        runs: trained runs; empty for models that no sweep has trained.
+        models: the models.
         perplexities: results.
         theory: blocks on Definition 0.1, the chapter "Does it extrapolate?".
+        published: blocks of the comparison with published results; empty without any.
 
     Returns:
         The chapters; ``other_figures`` has the figure of each further text by its name.
     """
-    published = published_comparison.comparison_blocks(record, runs, perplexities)
-    notes = _continued_training(record, perplexities)
-    main = _over_length(record, perplexities)
-    texts = {name: _over_length(record, results, name) for name, results in perplexities.other_texts.items()}
+    notes = _continued_training(models, perplexities)
+    main = _over_length(models, perplexities)
+    texts = {name: _over_length(models, results, name) for name, results in perplexities.other_texts.items()}
     over_length = [main.table, *notes, main.picture, *_mean_over_lengths(perplexities)]
     # the Markdown has the first and the last block of the comparison: the warning and the published values
     published_values = [published[0], published[-1]] if published else []
     summary = [*notes, *(text.table for text in texts.values()), *theory, *published_values]
     return ReportContent(
-        lead=_lead(record, perplexities, own_settings(record, runs).data),
+        lead=_lead(models, perplexities),
         parts=[
             Part("perplexity", "Perplexity over length", over_length),
             *(
@@ -66,11 +91,11 @@ def build_content(
     )
 
 
-def _over_length(record: SweepRecord, perplexities: Perplexities, text: str = "") -> _LengthBlocks:
+def _over_length(models: ComparedModels, perplexities: Perplexities, text: str = "") -> _LengthBlocks:
     """Build table and figure of the perplexity on one text.
 
     Args:
-        record: record of the sweep.
+        models: the models.
         perplexities: results on the text.
         text: name of the text; empty for the training text.
     """
@@ -84,10 +109,10 @@ def _over_length(record: SweepRecord, perplexities: Perplexities, text: str = ""
     )
     if len(figure.axes) > 1:
         caption += f" Below: ratio to the perplexity at {train_length} tokens, enlarged."
-    if len(record.seeds) > 1:
+    if models.seeds > 1:
         caption += " Mean over the seeds; bars from the lowest to the highest seed."
     alt = f"Perplexity per token{on} against evaluation length: {_means_text(perplexities)}."
-    return _LengthBlocks(_perplexity_table(record, perplexities, on), svg_picture(figure, alt, caption), figure)
+    return _LengthBlocks(_perplexity_table(models, perplexities, on), svg_picture(figure, alt, caption), figure)
 
 
 def _means_text(perplexities: Perplexities) -> str:
@@ -101,10 +126,10 @@ def _means_text(perplexities: Perplexities) -> str:
     return "; ".join(texts)
 
 
-def _continued_training(record: SweepRecord, perplexities: Perplexities) -> list[Text]:
+def _continued_training(models: ComparedModels, perplexities: Perplexities) -> list[Text]:
     """Build a note on methods that continue the training of others; nothing if there are none."""
     notes = []
-    for method in map(record.method, perplexities.encodings):
+    for method in (models.methods[name] for name in perplexities.encodings):
         if method.continues:
             updates = f" for {method.further.updates:,} updates" if method.further.updates else ""
             length = f" at {method.further.tokens} tokens" if method.further.tokens else ""
@@ -115,10 +140,10 @@ def _continued_training(record: SweepRecord, perplexities: Perplexities) -> list
     return [Text(f"{'; '.join(notes)}. Continued methods have had more training than the others{definition}.")]
 
 
-def _lead(record: SweepRecord, perplexities: Perplexities, data: str | None) -> list[str]:
-    """Return the first paragraph and the list of main results; ``data`` names the training text."""
+def _lead(models: ComparedModels, perplexities: Perplexities) -> list[str]:
+    """Return the first paragraph and the list of main results."""
     encodings, first, last = perplexities.encodings, perplexities.train_length, perplexities.lengths[-1]
-    lead = [_describe_sweep(record, perplexities, data)]
+    lead = [_describe_models(models, perplexities)]
     for length in dict.fromkeys((first, last)):
         means = {name: perplexities.mean_by_length(name).get(length) for name in encodings}
         measured = {name: mean for name, mean in means.items() if mean is not None}
@@ -135,27 +160,27 @@ def _lead(record: SweepRecord, perplexities: Perplexities, data: str | None) -> 
     return lead
 
 
-def _describe_sweep(record: SweepRecord, perplexities: Perplexities, data: str | None) -> str:
+def _describe_models(models: ComparedModels, perplexities: Perplexities) -> str:
     """Return in words what was trained and evaluated."""
-    settings, encodings, lengths = record.settings, perplexities.encodings, perplexities.lengths
-    noun = "encoding" if all(record.method(name).leaves_positions for name in encodings) else "method"
+    encodings, lengths = perplexities.encodings, perplexities.lengths
+    noun = "encoding" if all(models.methods[name].leaves_positions for name in encodings) else "method"
     count = f"{len(encodings)} {noun}{'s' if len(encodings) > 1 else ''}"
-    text = f" on {data}" if data else ""
-    updates = f" for {settings.updates:,} updates" if settings.updates is not None else ""
+    text = f" on {models.data}" if models.data else ""
+    updates = f" for {models.updates:,} updates" if models.updates is not None else ""
     scored = " or ".join(f"{tokens:,}" for tokens in sorted({row.result.tokens for row in perplexities.results}))
     return (
         f"{count}, trained at {perplexities.train_length} tokens{text}{updates}; {scored} tokens of the "
-        f"{settings.split} split scored at each of {len(lengths)} lengths, {lengths[0]} to {lengths[-1]}."
+        f"{models.split} split scored at each of {len(lengths)} lengths, {lengths[0]} to {lengths[-1]}."
     )
 
 
-def _perplexity_table(record: SweepRecord, perplexities: Perplexities, on: str = "") -> Table:
+def _perplexity_table(models: ComparedModels, perplexities: Perplexities, on: str = "") -> Table:
     """Return the table of the perplexity per token: encodings × lengths.
 
     The last column has the ratio of the perplexity at the longest length to that at the training length.
 
     Args:
-        record: record of the sweep.
+        models: the models.
         perplexities: results on the text.
         on: " on" and the name of the text; empty for the training text.
     """
@@ -164,7 +189,7 @@ def _perplexity_table(record: SweepRecord, perplexities: Perplexities, on: str =
     best = {length: lowest([row.get(length) for row in means.values()]) for length in lengths}
     best_ratio = lowest([perplexities.final_ratio(name) for name in means])
     limits = {
-        name: max_length(record.method(name).positions_eval, perplexities.train_length)
+        name: max_length(models.methods[name].positions_eval, perplexities.train_length)
         for name in perplexities.encodings
     }
     rows = []
@@ -172,12 +197,12 @@ def _perplexity_table(record: SweepRecord, perplexities: Perplexities, on: str =
         cells = _perplexity_cells(perplexities, name, limits[name], best)
         last_ratios = perplexities.ratios_by_length(name).get(last, [])
         cells.append(cell_with_range(perplexities.final_ratio(name), ".3f", last_ratios, best_ratio))
-        method = record.method(name)
+        method = models.methods[name]
         spec = f"{method.rpe}, evaluated as {method.rpe_eval}" if method.rpe_eval else method.rpe
         rows.append(TableRow(name, cells, spec if spec != name else ""))
     ratio = f"{last} / {perplexities.train_length}"
     caption = f"Perplexity per token{on} by evaluation length, and in the last column the ratio {ratio}."
-    if len(record.seeds) > 1:
+    if models.seeds > 1:
         caption += " Mean over the seeds; below it the range over seeds."
     if len(lengths) < len(perplexities.lengths):
         caption += f" The table has {len(lengths)} of {len(perplexities.lengths):,} lengths; the CSV file has all."

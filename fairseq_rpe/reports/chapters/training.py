@@ -1,21 +1,25 @@
 """Chapters that all kinds of sweeps share: settings, runs, training, environment and commands."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+from fairseq_rpe.checkpoints.model_sizes import find_size
+from fairseq_rpe.core.layer_pattern import format_layers, is_pattern, parse_pattern
 from fairseq_rpe.evaluation import records
 from fairseq_rpe.evaluation.question_records import QuestionResult
-from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
+from fairseq_rpe.evaluation.records import ExactMatchResult, Result, TextResult
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Commands, Part, Text, svg_picture
 from fairseq_rpe.reports.sweep_results import planned_runs
 from fairseq_rpe.runs import log
 from fairseq_rpe.runs.log import TrainLog
-from fairseq_rpe.runs.reserved_flags import is_unchanged_by_flags
-from fairseq_rpe.runs.run_folder import RunFolder, TrainingStart
-from fairseq_rpe.runs.training_config import OVERRIDABLE
+from fairseq_rpe.runs.reserved_flags import flag_values, is_unchanged_by_flags
+from fairseq_rpe.runs.run_folder import RunFolder, RunRecord, TrainingStart
+from fairseq_rpe.runs.settings import RunSettings
+from fairseq_rpe.runs.training_config import OVERRIDABLE, option_name
 from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.sweeps.sweep_record import PublishedSettings, SweepFolder, SweepRecord
 from fairseq_rpe.utils.records import from_attributes
@@ -28,6 +32,7 @@ _LAST = ("threads", "gpus")
 _PUBLISHED = {f.name for f in fields(PublishedSettings)}
 OPTIMISER = "AdamW"  # fairseq's adam, whose weight decay is decoupled
 TIED = {True: "one table for input and output", False: "two tables"}
+_LAYERS = "--decoder-layers"
 _COSTS = ("parameters", "training (s)", "tokens/s", "training loss", "validation loss", "evaluation (s)", "tokens/s")
 _COSTS += ("peak memory (MiB)", "engine", "attention", "checkpoint")
 _OPTIONAL_COSTS = ("peak memory (MiB)", "engine")  # columns that are left out if they are empty
@@ -71,14 +76,28 @@ def load_runs(folder: SweepFolder, record: SweepRecord) -> list[TrainedRun]:
     loaded: dict[str, TrainedRun] = {}
     for label, run in labelled:
         run_record = run.checkpoints.read_record()
-        if run.name in loaded or run_record is None:
-            continue
-        checkpoint = run_record.finished.checkpoint
-        all_results: Sequence[Any] = records.read_results(sweep_kind(record.kind).result_type, run.results)
-        results = [result for result in all_results if result.checkpoint == checkpoint]
-        starts, train_log = run.checkpoints.read_starts(), log.read_log(run.train_log)
-        loaded[run.name] = TrainedRun(run.name, label, checkpoint, starts, train_log, results)
+        if run.name not in loaded and run_record is not None:
+            result_type = sweep_kind(record.kind).result_type
+            loaded[run.name] = load_run(label, run, run.train_log, run_record.finished.checkpoint, result_type)
     return list(loaded.values())
+
+
+def load_run(label: str, run: RunFolder, train_log: Path, checkpoint: str | None, kind: type[Result]) -> TrainedRun:
+    """Read the logs and results of a run.
+
+    Args:
+        label: name of the run in figures.
+        run: its folder.
+        train_log: log of the training.
+        checkpoint: digest of the last checkpoint, None if the training is not finished.
+        kind: record of one result.
+
+    Returns:
+        The run, with the results of that checkpoint.
+    """
+    all_results: Sequence[Any] = records.read_results(kind, run.results)
+    results = [result for result in all_results if result.checkpoint == checkpoint]
+    return TrainedRun(run.name, label, checkpoint, run.checkpoints.read_starts(), log.read_log(train_log), results)
 
 
 def own_settings(record: SweepRecord, runs: Sequence[TrainedRun]) -> PublishedSettings:
@@ -92,6 +111,14 @@ def own_settings(record: SweepRecord, runs: Sequence[TrainedRun]) -> PublishedSe
         The settings; None for each that is not known.
     """
     settings = record.fine_tuning or record.settings
+    data = ", ".join(record.questions) or None if record.tasks else _data_name(record.data, runs)
+    return _paper_settings(settings, settings.updates, data, not record.tasks, runs)
+
+
+def _paper_settings(
+    settings: RunSettings, updates: int | None, data: str | None, is_on_text: bool, runs: Sequence[TrainedRun]
+) -> PublishedSettings:
+    """Return the settings of trainings in the form of a paper's; ``data`` names the data."""
     flags = settings.extra or ()
     flag_names = {word.partition("=")[0] for word in flags}
     # a further flag may have changed a default: then the value is unknown
@@ -103,14 +130,15 @@ def own_settings(record: SweepRecord, runs: Sequence[TrainedRun]) -> PublishedSe
     if effective["schedule"] != "cosine":
         effective["min_lr"] = None  # other schedules have no last learning rate
     context = None
-    if not record.tasks:
+    if is_on_text:
         context = records.document_context(settings.effective("blocks"), bool(settings.separate_documents))
     process_count = settings.nproc or 1
     sentences_per_process = (settings.batch_sentences or 0) * (settings.update_freq or 1)
     return from_attributes(
         PublishedSettings,
         settings,
-        data=_data_name(record, runs),
+        data=data,
+        updates=updates,
         model=settings.arch,
         vocabulary=next((run.log.vocabulary for run in runs if run.log.vocabulary), None),
         parameters=max((run.log.parameters for run in runs if run.log.parameters), default=None),
@@ -121,21 +149,15 @@ def own_settings(record: SweepRecord, runs: Sequence[TrainedRun]) -> PublishedSe
     )
 
 
-def _data_name(record: SweepRecord, runs: Sequence[TrainedRun]) -> str | None:
-    """Return the names of the question datasets, or the data folder of a sweep on text; None if unknown."""
-    if record.algorithms:
-        return None
-    if record.questions:
-        return ", ".join(record.questions)
-    data = record.data or next((run.log.data for run in runs if run.log.data), None)
+def _data_name(recorded: str | None, runs: Sequence[TrainedRun]) -> str | None:
+    """Return the data folder of trainings on text, by its record or else by their logs; None if unknown."""
+    data = recorded or next((run.log.data for run in runs if run.log.data), None)
     return _portable(data, runs) or None if data else None
 
 
 def setting_facts(record: SweepRecord, runs: Sequence[TrainedRun]) -> list[tuple[str, str]]:
     """Return name and value of each recorded setting, for the page."""
     settings, ours = record.fine_tuning or record.settings, own_settings(record, runs)
-    sizes = [run.log.parameters for run in runs if run.log.parameters]
-    has_updates = ours.batch_sentences and ours.updates is not None
     texts = ", ".join(f"{name}: {_portable(text.data, runs)}" for name, text in record.evaluate.items())
     questions = ", ".join(f"{name}: {_portable(folder.data, runs)}" for name, folder in record.questions.items())
     facts = [
@@ -145,24 +167,74 @@ def setting_facts(record: SweepRecord, runs: Sequence[TrainedRun]) -> list[tuple
         ("questions", questions),
         ("pre-training", record.fine_tuning and _pretraining(record, runs)),
         ("compared", ", ".join(record.encodings)),
+        *_layer_facts([method.rpe for method in map(record.method, record.encodings)], settings),
         ("data", ours.data),
         ("evaluated on", texts),
         ("data, SHA-256", None if record.tasks else settings.data),
-        ("vocabulary", ours.vocabulary and f"{ours.vocabulary:,} types"),
-        ("architecture", ours.model),
-        ("activation", ours.activation_fn),
-        ("embeddings", None if ours.share_embeddings is None else TIED[ours.share_embeddings]),
-        ("parameters", " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)})) if sizes else None),
-        ("training length", ours.tokens and f"{ours.tokens} tokens"),
-        ("blocks", ours.context),
-        ("training", f"{ours.updates:,} updates of {_batch(ours)}" if has_updates else None),
-        ("learning rate", ours.lr and f"{ours.lr:g}, {ours.warmup} of warm-up, {_schedule(ours)}"),
-        ("optimiser", _optimiser(ours)),
-        ("dropout", None if settings.dropout is None else f"{settings.dropout:g}"),
-        ("further flags", " ".join(settings.extra or ())),
+        *_training_facts(settings, ours, runs),
         ("seeds", ", ".join(map(str, record.seeds))),
     ]
     return [(name, str(value)) for name, value in facts if value]
+
+
+def run_facts(run: TrainedRun, record: RunRecord) -> list[tuple[str, str]]:
+    """Return name and value of each recorded setting of one run on text, for the page."""
+    settings, runs = record.settings, [run]
+    ours = _paper_settings(settings, record.updates, _data_name(None, runs), True, runs)
+    facts = [
+        ("encoding", settings.rpe),
+        *_layer_facts([settings.rpe or ""], settings),
+        ("position transform", settings.positions_train),
+        ("data", ours.data),
+        ("data, SHA-256", settings.data),
+        *_training_facts(settings, ours, runs),
+        ("seed", settings.seed),
+    ]
+    return [(name, str(value)) for name, value in facts if value]
+
+
+def _layer_facts(specs: Iterable[str], settings: RunSettings) -> list[tuple[str, str | None]]:
+    """Return the layers of each encoding of the patterns of layers among ``specs``, if the architecture is known."""
+    size = find_size(settings.arch or "")
+    stated = flag_values(settings.extra or (), [_LAYERS]).get(_LAYERS, "")
+    count = int(stated) if stated.isdecimal() else size.layers if size else 0
+    facts: list[tuple[str, str | None]] = []
+    for spec in filter(is_pattern, dict.fromkeys(specs)):
+        if count:
+            groups = parse_pattern(spec).groups(count)
+            layers = "; ".join(f"{format_layers(group.layers)}: {group.spec}" for group in groups)
+            facts.append((f"layers of {spec}", layers))
+    return facts
+
+
+def _training_facts(
+    settings: RunSettings, ours: PublishedSettings, runs: Sequence[TrainedRun]
+) -> list[tuple[str, str | None]]:
+    """Return name and value of each setting of trainings; ``ours`` has the settings in the form of a paper's."""
+    sizes = [run.log.parameters for run in runs if run.log.parameters]
+    has_updates = ours.batch_sentences and ours.updates is not None
+    return [
+        ("vocabulary", f"{ours.vocabulary:,} types" if ours.vocabulary else None),
+        ("architecture", ours.model),
+        ("layers", " ".join(_block_flags(settings))),
+        ("activation", ours.activation_fn),
+        ("embeddings", None if ours.share_embeddings is None else TIED[ours.share_embeddings]),
+        ("parameters", " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)})) if sizes else None),
+        ("training length", f"{ours.tokens} tokens" if ours.tokens else None),
+        ("blocks", ours.context),
+        ("training", f"{ours.updates:,} updates of {_batch(ours)}" if has_updates else None),
+        ("learning rate", f"{ours.lr:g}, {ours.warmup} of warm-up, {_schedule(ours)}" if ours.lr else None),
+        ("optimiser", _optimiser(ours)),
+        ("dropout", None if settings.dropout is None else f"{settings.dropout:g}"),
+        ("further flags", " ".join(settings.extra or ())),
+    ]
+
+
+def _block_flags(settings: RunSettings) -> list[str]:
+    """Return the options of the layers that differ from those of an architecture, as for ``fairseq-rpe train``."""
+    names = ("block", "norm", "norm_position", "block_init", "kv_heads", "head_dim", "qk_norm", "logit_softcap")
+    values = {name: getattr(settings, name) for name in names}
+    return [f"{option_name(name)} {value}" for name, value in values.items() if value is not None]
 
 
 def _schedule(settings: PublishedSettings) -> str:
@@ -200,13 +272,12 @@ def _optimiser(settings: PublishedSettings) -> str | None:
     )
 
 
-def run_parts(record: SweepRecord, runs: Sequence[TrainedRun]) -> list[Part]:
-    """Build the chapters on training, costs, environment and commands."""
+def run_parts(runs: Sequence[TrainedRun]) -> list[Part]:
+    """Build the chapters on training, costs and environment."""
     return [
         Part("training", "Training", _training(runs)),
         Part("runs", "Runs", [_costs(runs)]),
         Part("environment", "Environment", _environment(runs)),
-        Part("commands", "Commands", _commands(record, runs)),
     ]
 
 
@@ -324,8 +395,12 @@ def _value_cell(value: object) -> Cell:
     return Cell(", ".join(map(str, value)) or "none used") if isinstance(value, tuple) else text_cell(value)
 
 
+def commands_part(record: SweepRecord, runs: Sequence[TrainedRun]) -> Part:
+    """Build the chapter on the commands of each run, with a note on runs without them."""
+    return Part("commands", "Commands", _commands(record, runs))
+
+
 def _commands(record: SweepRecord, runs: Sequence[TrainedRun]) -> list[Block]:
-    """Build the list of commands of each run, and a note on runs without them."""
     with_commands = [run for run in runs if record.commands.get(run.name)]
     absent = _absent("Commands", runs, with_commands)
     if not with_commands:

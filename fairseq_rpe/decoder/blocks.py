@@ -1,0 +1,147 @@
+"""Blocks of a decoder: norms, activations and the layer of self-attention and feed-forward network."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairseq_rpe.attention import AttentionPlan
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import did_you_mean
+from fairseq_rpe.decoder.cache import LayerCache
+from fairseq_rpe.decoder.config import GATED_ACTIVATIONS, DecoderConfig
+from fairseq_rpe.decoder.dropout import Dropout
+from fairseq_rpe.decoder.self_attention import SelfAttention
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "linear": lambda x: x,
+}
+
+
+def make_norm(config: DecoderConfig, width: int) -> nn.Module:
+    """Return a layer norm, or an RMSNorm: y = w·x/√(mean(x²) + ε), computed in float32 or float64."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=config.norm_eps)
+    return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+
+
+def find_activation(name: str) -> Activation:
+    """Return an activation function by its name; that of the gate for a gated one.
+
+    Raises:
+        UserError: there is no such activation.
+    """
+    name = GATED_ACTIVATIONS.get(name, name)
+    if name not in ACTIVATIONS:
+        names = (*ACTIVATIONS, *GATED_ACTIVATIONS)
+        raise UserError(f"unknown activation '{name}'{did_you_mean(name, names)}; known: {', '.join(names)}")
+    return ACTIVATIONS[name]
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention and a feed-forward network, each with a norm and a residual connection.
+
+    The feed-forward network is fc2(a(fc1(x))), or fc2(a(fc_gate(x)) ⊙ fc1(x)) with a gated activation (SwiGLU, GeGLU;
+    Shazeer 2020, arXiv 2002.05202). Parameters have the names of fairseq's decoder layer.
+
+    Args:
+        config: sizes and blocks of the decoder.
+        index: index of the layer in the full stack, from 0.
+    """
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.index, self.norm_position = index, config.norm_position
+        self.activation = find_activation(config.activation)
+        self.dropout_module = Dropout(config.dropout)
+        # checkpoints and optimizer states depend on the order of these parameters
+        self.self_attn = SelfAttention(config)
+        self.attn_ln = make_norm(config, config.width) if config.scale_attention else None
+        self.c_attn = nn.Parameter(torch.ones(config.heads)) if config.scale_heads else None
+        self.activation_dropout_module = Dropout(config.activation_dropout)
+        self.self_attn_layer_norm = make_norm(config, config.width)
+        self.ffn_layernorm = make_norm(config, config.ffn_width) if config.scale_ffn else None
+        self.w_resid = nn.Parameter(torch.ones(config.width)) if config.scale_residual else None
+        self.fc1 = nn.Linear(config.width, config.ffn_width, bias=config.bias)
+        self.fc2 = nn.Linear(config.ffn_width, config.width, bias=config.bias)
+        self.fc_gate = nn.Linear(config.width, config.ffn_width, bias=config.bias) if config.is_gated else None
+        self.final_layer_norm = make_norm(config, config.width)
+
+    def forward(self, x: Tensor, plan: AttentionPlan, cache: LayerCache | None = None) -> Tensor:
+        """Compute the output (n, B, C) of the layer for its input x (n, B, C).
+
+        Args:
+            x: (n, B, C).
+            plan: attention plan of the layer's encoding.
+            cache: KV cache of the layer, or None.
+        """
+        y = self._attend(self._norm_before(x, self.self_attn_layer_norm), plan, cache)
+        x = self._add(x, y, self.self_attn_layer_norm)
+        y = self._feed_forward(self._norm_before(x, self.final_layer_norm))
+        residual = x if self.w_resid is None else torch.mul(self.w_resid, x)
+        return self._add(residual, y, self.final_layer_norm)
+
+    def _norm_before(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Return the input of a sublayer."""
+        return norm(x) if self.norm_position == "pre" else x
+
+    def _add(self, residual: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+        """Return the sum of the residual and the output of a sublayer, with dropout and the sublayer's norm."""
+        y = self.dropout_module(norm(y) if self.norm_position == "output" else y)
+        x = residual + y
+        return norm(x) if self.norm_position == "post" else x
+
+    def _attend(self, x: Tensor, plan: AttentionPlan, cache: LayerCache | None) -> Tensor:
+        """Return the output (n, B, C) of attention."""
+        x = self.self_attn(x, plan, cache)
+        if self.c_attn is not None:
+            heads = x.unflatten(2, (len(self.c_attn), -1))  # (n, B, H, C/H)
+            x = torch.einsum("nbhd,h->nbhd", heads, self.c_attn).flatten(2)
+        return x if self.attn_ln is None else self.attn_ln(x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Return the output (n, B, C) of the feed-forward network."""
+        if self.fc_gate is None:
+            h = self.activation(self.fc1(x))  # (n, B, F)
+        else:
+            h = self.activation(self.fc_gate(x)) * self.fc1(x)
+        h = self.activation_dropout_module(h)
+        y: Tensor = self.fc2(h if self.ffn_layernorm is None else self.ffn_layernorm(h))
+        return y
+
+
+@torch.no_grad()
+def initialize(modules: nn.Module, init: str, layers: int) -> None:
+    """Set initial weights of GPT-2 or Llama; fairseq's are set by the constructors.
+
+    Weights are normal with a standard deviation of 0.02, and biases are 0. With "gpt2" the weights of the two outputs
+    that each layer adds to the residual stream are divided by √(2N) for N layers (Radford et al. 2019), so that the
+    variance of their sum does not grow with N.
+
+    Args:
+        modules: decoder without its encodings, whose weights are set.
+        init: "gpt2" or "llama".
+        layers: number of layers N.
+    """
+    std = 0.02
+    embeddings = {id(m.weight) for m in modules.modules() if isinstance(m, nn.Embedding)}
+    for name, module in modules.named_modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in embeddings:
+            is_residual_output = name.endswith((".out_proj", ".fc2"))
+            scale = math.sqrt(2 * layers) if init == "gpt2" and is_residual_output else 1.0
+            nn.init.normal_(module.weight, std=std / scale)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+            if module.padding_idx is not None:
+                nn.init.zeros_(module.weight[module.padding_idx])

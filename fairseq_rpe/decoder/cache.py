@@ -1,0 +1,127 @@
+"""KV cache of a decoder: keys, values and token features of each layer for the tokens that it has read."""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fairseq_rpe.attention.forward import BiasCache
+from fairseq_rpe.attention.kv_cache import GrowableBuffer, append_tokens
+
+
+class LayerCache:
+    """Keys, values and token features of the m tokens that one layer has read.
+
+    The tensors are replaced at each step and never written in place, so that a shallow copy may be continued
+    independently.
+
+    Attributes:
+        tensors: keys and values (B, G, m, D) and, for an encoding that has them, token features (B, H, m, E).
+        buffers: buffers that the tensors are views of; None for a tensor without one.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.buffers: list[GrowableBuffer | None] = []
+
+    def __len__(self) -> int:
+        return self.tensors[0].shape[2] if self.tensors else 0
+
+    def append(self, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Append the keys, values and token features of n tokens, and return those of all tokens.
+
+        Args:
+            k: (B, G, n, D).
+            v: (B, G, n, D).
+            features: (B, H, n, E), or None.
+        """
+        new = [k, v] if features is None else [k, v, features]
+        if not self.tensors:
+            self.tensors, self.buffers = new, [None] * len(new)
+        else:
+            joined = [append_tokens(*item) for item in zip(self.buffers, self.tensors, new, strict=True)]
+            self.tensors, self.buffers = [x for x, _ in joined], [buffer for _, buffer in joined]
+        return self.tensors[0], self.tensors[1], self.tensors[2] if features is not None else None
+
+    def copy(self) -> "LayerCache":
+        """Return a copy that shares the memory of the tokens so far."""
+        other = LayerCache()
+        other.tensors, other.buffers = list(self.tensors), list(self.buffers)
+        return other
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep rows (B',) int64 of the batch, in buffers with capacity for more tokens if there are buffers."""
+        if not self._fills_buffers():  # as after the prefill, or after the cache was shortened
+            self.map(lambda x: x.index_select(0, rows))
+        # on a GPU the comparison would wait for the device
+        elif rows.device.type != "cpu" or not torch.equal(rows, torch.arange(len(self.tensors[0]))):
+            selected = [buffer.select_rows(rows) for buffer in self.buffers if buffer is not None]
+            self.tensors, self.buffers = [x for x, _ in selected], [buffer for _, buffer in selected]
+
+    def _fills_buffers(self) -> bool:
+        """Return whether each tensor is all that is written of its buffer."""
+        pairs = zip(self.buffers, self.tensors, strict=True)
+        return all(buffer is not None and buffer.can_append(x, 0) for buffer, x in pairs)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor (B, G or H, m, …) by the result of a function; the next step copies it to a buffer."""
+        self.tensors = [function(x) for x in self.tensors]
+
+
+class DecoderCache:
+    """KV cache of all layers of a decoder.
+
+    Args:
+        is_movable: whether cached tokens may get other positions later, e.g. when the oldest tokens are dropped. Keys
+            are then cached before their rotation. Otherwise they are cached rotated if the encoding allows it
+            (``fixed_rotation``), and every token keeps its position.
+
+    Attributes:
+        bias_cache: tables from which the biases of the decoded text are computed.
+    """
+
+    def __init__(self, is_movable: bool = False) -> None:
+        self.is_movable = is_movable
+        self.bias_cache: BiasCache = {}
+        self._layers: dict[int, LayerCache] = {}
+
+    def __len__(self) -> int:
+        """Return the number of cached tokens."""
+        return max(map(len, self._layers.values()), default=0)
+
+    def layer(self, index: int) -> LayerCache:
+        """Return the cache of a layer, counted from 0."""
+        return self._layers.setdefault(index, LayerCache())
+
+    def copy(self) -> Self:
+        """Return a copy that shares the memory of the tokens so far; both may be continued independently."""
+        other = type(self)(self.is_movable)
+        other.bias_cache = self.bias_cache
+        other._layers = {index: layer.copy() for index, layer in self._layers.items()}
+        return other
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep rows (B',) int64 of the batch; a row may be left out or repeated."""
+        for layer in self._layers.values():
+            layer.select_rows(rows)
+
+    def permute_tokens(self, order: Tensor) -> None:
+        """Reorder the tokens of each row.
+
+        Args:
+            order: (B, m) int64 indices of the m cached tokens.
+        """
+        self._map(lambda x: x.gather(2, order[:, None, :, None].expand_as(x)))
+
+    def keep_last(self, tokens: int, rows: int | None = None) -> None:
+        """Drop all but the last tokens, and all but the first rows if ``rows`` is given."""
+        self._map(lambda x: x[:rows, :, -tokens:])
+
+    def truncate(self, tokens: int) -> None:
+        """Drop all but the first tokens; the text may then continue in another way."""
+        self._map(lambda x: x[:, :, :tokens])
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        for layer in self._layers.values():
+            layer.map(function)

@@ -1,0 +1,162 @@
+"""Configuration of the decoder: its sizes, its blocks and how it computes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fairseq_rpe.core.errors import UserError
+
+# values of --compute-dtype: dtype of matrix products; parameters and residual stream stay in float32
+COMPUTE_DTYPES = ("fp32", "bf16")
+NORMS = ("layernorm", "rmsnorm")
+NORM_POSITIONS = ("pre", "post", "output")
+GATED_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh"}  # and the activation of the gate
+DEFAULT_FFN_MULTIPLE = 8
+QK_NORMS = ("none", "head", "whole")
+INITS = ("fairseq", "gpt2", "llama")
+# value of --block -> the options of the blocks that it selects
+BLOCK_PRESETS: dict[str, dict[str, Any]] = {
+    "classic": {"norm": "layernorm", "norm_eps": 1e-5, "bias": True, "init": "fairseq"},
+    "llama": {
+        "norm": "rmsnorm",
+        "norm_eps": 1e-6,
+        "bias": False,
+        "init": "llama",
+        "activation": "swiglu",
+        "scale_embedding": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and blocks of a decoder; the defaults are the blocks of fairseq's language models.
+
+    Attributes:
+        vocabulary: number of token ids V.
+        padding_idx: id of padding.
+        layers: number of layers N.
+        width: model width C.
+        heads: number of query heads H.
+        ffn_width: width F of the feed-forward layers.
+        kv_heads: number of key/value heads G, which divides H; query head h reads key/value head h // (H/G). None: H.
+        head_width: width D of a head; None: C/H.
+        input_width: width of the token embedding; None: C.
+        output_width: width of the features before the output projection; None: C.
+        norm: "layernorm" or "rmsnorm".
+        norm_eps: ε of every norm.
+        norm_position: "pre" x + f(N(x)), "post" N(x + f(x)), or "output" x + N(f(x)) as in OLMo 2.
+        final_norm: whether a norm follows the last layer.
+        embedding_norm: whether a norm follows the embedding.
+        activation: activation of the feed-forward layers, a key of ``blocks.ACTIVATIONS``; "swiglu" and "geglu" have a
+            gate.
+        bias: whether linear layers and layer norms have biases. The output projection has none.
+        qk_norm: RMSNorm of queries and keys before the rotation: "none", "head" with one weight (D) for all heads, or
+            "whole" over all heads of a token.
+        init: initial weights: "fairseq" (Xavier), "gpt2" (normal, 0.02, residual outputs divided by √(2N)) or "llama"
+            (normal, 0.02).
+        scale_embedding: whether embeddings are multiplied by √C.
+        share_embeddings: whether the output projection is the token embedding.
+        logit_softcap: c of c·tanh(s/c), applied to the output logits s; 0: none.
+        scale_attention: NormFormer's norm of the attention's output.
+        scale_heads: NormFormer's learned factor of each head.
+        scale_ffn: NormFormer's norm within the feed-forward layer.
+        scale_residual: NormFormer's learned factors of the residual of the feed-forward layer.
+        dropout: dropout of embeddings and of the output of attention and feed-forward layers.
+        attention_dropout: dropout of attention weights.
+        activation_dropout: dropout within feed-forward layers.
+        checkpoint_activations: whether the backward pass computes the activations of each layer again.
+        compute_dtype: one of :data:`COMPUTE_DTYPES`.
+        backend: name of the attention backend.
+    """
+
+    vocabulary: int
+    padding_idx: int
+    layers: int
+    width: int
+    heads: int
+    ffn_width: int
+    kv_heads: int | None = None
+    head_width: int | None = None
+    input_width: int | None = None
+    output_width: int | None = None
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    norm_position: str = "pre"
+    final_norm: bool = True
+    embedding_norm: bool = False
+    activation: str = "relu"
+    bias: bool = True
+    qk_norm: str = "none"
+    init: str = "fairseq"
+    scale_embedding: bool = True
+    share_embeddings: bool = False
+    logit_softcap: float = 0.0
+    scale_attention: bool = False
+    scale_heads: bool = False
+    scale_ffn: bool = False
+    scale_residual: bool = False
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    checkpoint_activations: bool = False
+    compute_dtype: str = "fp32"
+    backend: str = "auto"
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads G."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width D of a head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward layers multiply by a gate."""
+        return self.activation in GATED_ACTIVATIONS
+
+    def check(self) -> None:
+        """Check that the blocks can be built.
+
+        Raises:
+            UserError: an option has an unknown value, or two options exclude each other.
+        """
+        choices = {"norm": NORMS, "norm_position": NORM_POSITIONS, "qk_norm": QK_NORMS, "init": INITS}
+        choices["compute_dtype"] = COMPUTE_DTYPES
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                raise UserError(f"{_flag(name)} is one of {', '.join(values)}, not '{getattr(self, name)}'")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise UserError(f"--kv-heads {self.kv_heads} does not divide the {self.heads} attention heads")
+        if self.head_width is None and self.width % self.heads:
+            raise UserError(
+                f"{self.heads} attention heads do not divide a width of {self.width}: choose another number of heads, "
+                "or give --head-dim"
+            )
+        if self.head_width is not None and self.head_width < 1:
+            raise UserError(f"--head-dim is a positive number of elements, not {self.head_width}")
+        if self.scale_heads and self.head_dim * self.heads != self.width:
+            raise UserError("--scale-heads divides the model width into heads: leave --head-dim out")
+        if self.norm_eps <= 0:
+            raise UserError(f"--norm-eps is a positive number, not {self.norm_eps:g}")
+        if self.logit_softcap < 0:
+            raise UserError(f"--logit-softcap is a positive number, or 0 for none, not {self.logit_softcap:g}")
+
+
+def _flag(name: str) -> str:
+    """Return the flag of an option of the blocks."""
+    return "--block-init" if name == "init" else "--" + name.replace("_", "-")
+
+
+def gated_ffn_width(width: int, multiple: int = DEFAULT_FFN_MULTIPLE) -> int:
+    """Return the width of a gated feed-forward layer with about as many parameters as one of width 4C without gate.
+
+    Three matrices of C·F elements replace two of 4C²: F = 8C/3, rounded up to a multiple.
+
+    Args:
+        width: model width C.
+        multiple: number that divides the result.
+    """
+    return -(-int(8 * width / 3) // multiple) * multiple

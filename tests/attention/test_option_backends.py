@@ -1,0 +1,310 @@
+"""Attention options and shared key heads on every backend: flex and triton against the reference, decoding, autotuning.
+
+``test_attention_options`` compares sdpa with the reference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from calls import Largest
+from conftest import DEVICE
+from refusal import refused
+from specs import every_spec
+from test_calibration import MACHINE, clock
+from torch import Tensor
+from torch.nn import functional as F
+
+from fairseq_rpe import RelativeAttention, attend, build
+from fairseq_rpe.attention import BACKENDS, AttentionPlan, autotune_inputs, reference, sdpa
+from fairseq_rpe.attention.autotune import Autotuner, call_signature
+from fairseq_rpe.attention.flex import BLOCK, _mask
+from fairseq_rpe.attention.forward import build_plan, run_attention
+from fairseq_rpe.core import Positions, ToeplitzBias, UserError
+from fairseq_rpe.encodings import Encoding
+
+H, D = 4, 32
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at -inf
+# each option with each kind of bias that the kernels know; n queries, m keys and G key heads
+TRITON_CALLS = [
+    ("rope:local=6", 33, 33, 4),
+    ("kerple_log:local=20", 33, 50, 2),
+    ("kerple_log:local=6,softcap=2,null_logit=learned,query_scale=head", 33, 33, 2),
+    ("alibi:block=6", 33, 33, 4),
+    ("alibi:block=17,softcap=3,null_logit=learned", 5, 40, 1),
+    ("fire:softcap=2,null_logit=zero", 17, 17, 2),
+    ("nope:null_logit=learned", 1, 20, 2),
+    ("kerple_log", 17, 17, 1),
+    ("fire", 17, 20, 2),
+]
+FLEX_CALLS = [
+    ("alibi:local=150", 391, 391, 4),
+    ("kerple_log:local=6,null_logit=learned", 5, 300, 2),
+    ("rope:block=140,softcap=2", 291, 291, 2),
+    ("deberta:softcap=1,null_logit=zero", 13, 13, 2),
+    ("fire:block=6", 37, 37, 1),
+    ("kerple_log:local=140,softcap=2,null_logit=learned,query_scale=head", 1, 290, 2),
+]
+
+
+@torch.no_grad()
+def lively(spec: str, width: int = D) -> Encoding:
+    torch.manual_seed(0)
+    encoding = build(spec, H, H * width, length=16).to(DEVICE)
+    for parameter in encoding.parameters():
+        parameter += 0.2 * torch.randn_like(parameter)
+    return encoding
+
+
+def draw(n: int, m: int, key_heads: int, width: int = D, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (H, n), (key_heads, m), (key_heads, m)
+    return [torch.randn(2, *size, width, generator=generator).to(DEVICE, dtype).requires_grad_() for size in sizes]
+
+
+def results(encoding: Encoding, inputs: list[Tensor], backend: str, **options: Tensor) -> list[Tensor]:
+    """Return the output and all gradients."""
+    y = attend(*inputs, encoding, backend=backend, **options)
+    leaves = [*inputs, *(p for p in encoding.parameters() if p.requires_grad)]
+    grads = torch.autograd.grad(y.square().sum() + y.sum(), leaves, allow_unused=True)
+    return [y.detach(), *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True))]
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor], tolerance: float = 2e-5) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.isfinite(a).all() and (a - b).abs().max() <= tolerance * max(1.0, float(b.detach().abs().max()))
+
+
+@needs_triton
+@pytest.mark.parametrize(("spec", "n", "m", "key_heads"), TRITON_CALLS)
+def test_triton_equals_the_reference(spec: str, n: int, m: int, key_heads: int) -> None:
+    encoding, inputs = lively(spec), draw(n, m, key_heads)
+    assert_close(*(results(encoding, inputs, backend) for backend in ("triton", "reference")))
+
+
+@needs_triton
+def test_triton_with_padding() -> None:
+    encoding, inputs = lively("kerple_log:local=6,softcap=2,null_logit=learned"), draw(19, 19, 2)
+    padding = (torch.arange(19) < torch.tensor([[4], [0]])).to(DEVICE)
+    assert_close(*(results(encoding, inputs, backend, padding=padding) for backend in ("triton", "reference")))
+
+
+@needs_triton
+def test_triton_in_half_precision() -> None:
+    encoding = lively("kerple_log:local=9,softcap=2,null_logit=learned")
+    inputs = draw(33, 33, 2, dtype=torch.bfloat16)
+    for a, b in zip(*(results(encoding, inputs, backend) for backend in ("triton", "reference")), strict=True):
+        assert (a.float() - b.float()).norm() < 0.01 * b.float().norm()
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="block sizes are those of the interpreter")
+def test_triton_reads_no_key_outside_the_window() -> None:
+    """A value that is not a number there would show as 0 · NaN: blocks of 32 queries and of 16 keys, a window of 5."""
+    encoding, (q, k, v) = lively("nope:local=5", D), (x.detach() for x in draw(70, 70, 4))
+    k[:, :, :16], v[:, :, :16] = torch.nan, torch.nan
+    q.requires_grad_(), k.requires_grad_()
+    out = attend(q, k, v, encoding, backend="triton")
+    assert torch.isfinite(out[:, :, 32:]).all() and out[:, :, :16].isnan().all()
+    q_grad, k_grad = torch.autograd.grad(out[:, :, 32:].sum(), (q, k))
+    assert torch.isfinite(q_grad[:, :, 32:]).all()
+    assert torch.isfinite(k_grad[:, :, 48:]).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("spec", ["kerple_log:local=5", "alibi:softcap=2,null_logit=learned"])
+def test_second_derivatives_of_the_kernels(spec: str) -> None:
+    encoding, inputs = lively(spec), draw(9, 17, 2)
+    found = []
+    for backend in ("triton", "reference"):
+        y = attend(*inputs, encoding, backend=backend)
+        leaves = [*inputs, *(p for p in encoding.parameters() if p.requires_grad)]
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(x.square().sum() for x in first), leaves))
+    assert_close(*found, 2e-4)
+
+
+@pytest.mark.parametrize(("spec", "n", "m", "key_heads"), FLEX_CALLS)
+@torch.no_grad()
+def test_flex_equals_the_reference(spec: str, n: int, m: int, key_heads: int) -> None:
+    torch._dynamo.reset()
+    encoding, inputs = lively(spec, 16), draw(n, m, key_heads, 16)
+    actual, expected = (attend(*inputs, encoding, backend=backend) for backend in ("flex", "reference"))
+    assert_close([actual], [expected])
+
+
+def test_flex_skips_blocks_outside_the_window() -> None:
+    n, m = 3 * BLOCK, 5 * BLOCK
+    q, k = torch.zeros(2, 1, n, 16), torch.zeros(2, 1, m, 16)
+    plan = build_plan(build("nope:local=130", 1, 16), Positions.arange(n, m), None, BACKENDS["flex"])
+    mask = _mask(plan, q, k)
+    read = [sorted(mask.kv_indices[0, 0, i, : mask.kv_num_blocks[0, 0, i]].tolist()) for i in range(3)]
+    full = [sorted(mask.full_kv_indices[0, 0, i, : mask.full_kv_num_blocks[0, 0, i]].tolist()) for i in range(3)]
+    assert read == [[2], [3], [4]] and full == [[0, 1], [1, 2], [2, 3]]
+    padded = _mask(AttentionPlan(plan.positions, plan.bias, torch.zeros(2, m, dtype=torch.bool), window=130), q, k)
+    read = [sorted(padded.kv_indices[0, 0, i, : padded.kv_num_blocks[0, 0, i]].tolist()) for i in range(3)]
+    assert read == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("spec", ["rope:local=20", "alibi:block=16", "kerple_log:local=20", "nope"])
+def test_one_query_reads_only_keys_that_it_sees(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    plain = F.scaled_dot_product_attention
+
+    def record(q: Tensor, k: Tensor, *args: Tensor, **options: object) -> Tensor:
+        calls.append((q.shape[1], q.shape[2], k.shape[2]))
+        return plain(q, k, *args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    encoding, (q, k, v) = lively(spec), draw(1, 75, 2)
+    with torch.no_grad():
+        out = attend(q, k, v, encoding, backend="sdpa")
+    visible = {"alibi:block=16": 75 % 16, "nope": 75}.get(spec, 20)
+    assert calls == [(2, 2, visible)]  # the two query heads of each key head in one call
+    repeated = (x.repeat_interleave(2, 1) for x in (k, v))
+    torch.testing.assert_close(out, attend(q, *repeated, encoding, backend="reference"))
+
+
+@pytest.mark.parametrize("option", ["local=6", "block=6"])
+@pytest.mark.parametrize("spec", every_spec())
+@torch.no_grad()
+def test_decoding_equals_one_pass(spec: str, option: str) -> None:
+    """Keys out of sight are left out before they are rotated: of every encoding that can have a window."""
+    torch.manual_seed(0)
+    try:
+        encoding = build(f"{spec}{',' if ':' in spec else ':'}{option}", 2, 32, length=24)
+    except UserError:
+        pytest.skip("refused")
+    if encoding.length_dependent or encoding.needs_token_ids:
+        pytest.skip("one pass gives other results, or tokens are needed")
+    layer = RelativeAttention(width=32, heads=2, encoding=encoding).eval()
+    x, cache = torch.randn(2, 15, 32), layer.new_cache()
+    pieces = [layer(piece, cache) for piece in x.split([3, 4, *[1] * 8], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), layer(x), atol=1e-5, rtol=1e-4)
+
+
+def test_cached_table_of_a_window_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoding, calls, cache = lively("kerple_log:local=20"), [], {}
+    plain = type(encoding).bias
+    monkeypatch.setattr(type(encoding), "bias", lambda self, d: calls.append(1) or plain(self, d))
+    with torch.no_grad():
+        for m in range(30, 90):
+            build_plan(encoding, Positions.arange(1, m, device=DEVICE), None, BACKENDS["sdpa"], bias_cache=cache)
+    assert len(calls) == 1
+
+
+# Pruning
+
+
+@torch.no_grad()
+def test_pruning_with_a_window() -> None:
+    q, k, v = torch.randn(3, 1, H, 1100, 16)
+    positions = Positions.arange(1100)
+    for spec in ("alibi:local=300", "nope:local=300"):
+        encoding = lively(spec, 16)
+        plan = build_plan(encoding, positions, None, BACKENDS["sdpa"], prune=1e-4)
+        exact = reference(q, k, v, build_plan(encoding, positions, None, BACKENDS["reference"]))
+        assert (run_attention(q, k, v, plan) - exact).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("alibi:softcap=2", "does not cover softcap and null_logit"),
+        ("alibi:null_logit=zero", "does not cover softcap and null_logit"),
+        ("alibi:block=4", "documents or blocks in one row"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["sdpa", pytest.param("triton", marks=needs_triton)])
+@torch.no_grad()
+def test_pruning_refuses(spec: str, message: str, backend: str) -> None:
+    inputs = draw(20, 20, H)
+    plan = build_plan(lively(spec), Positions.arange(20, device=DEVICE), None, BACKENDS[backend], prune=0.1)
+    with refused(message):
+        run_attention(*inputs, plan)
+
+
+# Choosing a backend
+
+
+def _call(spec: str, n: int = 300, key_heads: int = 2) -> tuple[Tensor, Tensor, Tensor, AttentionPlan]:
+    encoding = lively(spec, 16)
+    return *draw(n, n, key_heads, 16), build_plan(encoding, Positions.arange(n, device=DEVICE), None, BACKENDS["sdpa"])
+
+
+def test_signatures_name_options() -> None:
+    words = [str(call_signature(*_call(f"alibi{options}", key_heads=2))) for options in ("", ":local=70", ":softcap=2")]
+    assert "window" not in words[0] and "softcap" not in words[0] and "2 query heads per key head" in words[0]
+    assert "a window of up to 128" in words[1] and "softcap" in words[2]
+    assert "window" not in str(call_signature(*_call("alibi:local=300")))  # all keys are in it
+    assert call_signature(*_call("alibi:local=70")) == call_signature(*_call("alibi:local=100"))
+
+
+@pytest.mark.parametrize("spec", ["kerple_log:local=290", "kerple_log:softcap=2,null_logit=learned", "alibi:block=70"])
+def test_a_backend_that_ignores_an_option_is_dropped(spec: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    def ignore(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
+        bias = plan.bias
+        if isinstance(bias, ToeplitzBias):  # without the window
+            bias = ToeplitzBias(bias.table.nan_to_num(neginf=-1.0))
+        return sdpa(q, k, v, AttentionPlan(plan.positions, bias), dropout)
+
+    monkeypatch.setenv("FAIRSEQ_RPE_CACHE", str(tmp_path))
+    tuner = Autotuner(
+        {"wrong": ignore, "sdpa": sdpa},
+        applies=lambda q: True,
+        timer=clock(ignore=0.1),
+        machine=lambda device: MACHINE,
+        store=lambda: None,
+    )
+    assert tuner.choose(*_call(spec)) == "sdpa"
+
+
+def test_copies_of_a_call_have_the_gradient_of_the_null_logit() -> None:
+    q, k, v, plan = _call("alibi:null_logit=learned")
+    for copied in (autotune_inputs.copy_call(q, k, v, plan, 0.0), autotune_inputs.sample_call(q, k, v, plan, 0.0)):
+        assert any(x is copied.plan.null_logit for x in copied.leaves) and copied.plan.null_logit is not plan.null_logit
+        _, *grads = copied.run(reference)
+        assert [x.shape for x in grads[:4]] == [copied.q.shape, copied.k.shape, copied.v.shape, (H,)] and grads[3].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_dropout_of_shared_key_heads_is_that_of_repeated_ones(backend: str) -> None:
+    q, k, v, plan = _call("alibi", n=33)
+    outputs = []
+    for inputs in ((q, k, v), (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))):
+        torch.manual_seed(3)
+        outputs.append(BACKENDS[backend](*inputs, plan, 0.5))
+    torch.testing.assert_close(*outputs)
+
+
+# Windows on a CPU
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on the CPU")
+@pytest.mark.parametrize(("n", "window"), [(130, 50), (128, 64), (200, 129), (300, 1)])
+@pytest.mark.parametrize("spec", ["alibi", "rope"])
+def test_window_blocks_equal_the_reference(spec: str, n: int, window: int) -> None:
+    """In float64, of two rows: outputs, gradients and second derivatives."""
+    encoding = lively(f"{spec}:local={window}", 8).double()
+    inputs = draw(n, n, H, 8, torch.float64)
+    found = []
+    for backend in ("sdpa", "reference"):
+        y = attend(*inputs, encoding, backend=backend)
+        first = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+        found.append([y, *first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)])
+    assert_close(*found, 1e-9)
+
+
+def test_memory_of_a_window_grows_linearly() -> None:
+    q, k, v = draw(4096, 4096, H, 8)
+    encoding = lively("nope:local=100", 8)
+    with Largest() as largest:
+        attend(q, k, v, encoding, backend="sdpa").sum().backward()
+    assert largest.elements <= 16 * q.numel() < 4096**2 / 2
