@@ -156,8 +156,14 @@ class AttentionMassProbe:
             self.record_rows(self._layer, queries, keys, values, plan.slice_queries(start, stop))
 
     def record_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
-        """Add a block of queries of one layer, with all keys that they see."""
-        self.layers[layer].add(attention_weights(q, k, plan))
+        """Add a block of queries of one layer, with all keys that they see.
+
+        With a null logit the weights of the keys are divided by their sum, so that a row sums to 1.
+        """
+        weights = attention_weights(q, k, plan)
+        if plan.null_logit is not None:
+            weights = weights / weights.sum(-1, keepdim=True)
+        self.layers[layer].add(weights)
 
 
 Probe = TypeVar("Probe", bound=AttentionMassProbe)
@@ -179,11 +185,13 @@ def measure_bias_only(
         epsilons: values of ε in (0, 1).
 
     Returns:
-        Statistics of each layer, or None if no layer has an additive bias, or scores or positions are transformed.
+        Statistics of each layer, or None if no layer has an additive bias, if scores or positions are transformed, or
+        if a layer has blocks of positions.
     """
     encodings = [decoder.layer_encoding(layer) for layer in range(len(decoder.layers))]
     is_transformed = decoder.position_transforms.active(training=False) is not None
-    if is_transformed or any(e.is_content_dependent or e.needs_token_ids for e in encodings):
+    has_blocks = any(e.attention_options.block for e in encodings)
+    if is_transformed or has_blocks or any(e.is_content_dependent or e.needs_token_ids for e in encodings):
         return None
     parameter = next(decoder.parameters())
     dtype = torch.promote_types(parameter.dtype, torch.float32)

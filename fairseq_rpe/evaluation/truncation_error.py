@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fairseq_rpe.analysis.empirical_receptive_field import truncation_errors, window_sizes
 from fairseq_rpe.attention import AttentionPlan
+from fairseq_rpe.attention.key_heads import repeat_key_heads
 from fairseq_rpe.attention.reference import attention_scores
+from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import check_output
 from fairseq_rpe.evaluation.empirical_receptive_field import AttentionMassProbe, ReceptiveFieldRequest, run_probe
 from fairseq_rpe.evaluation.loading import LabelledCheckpoint
@@ -79,8 +81,15 @@ class TruncationErrorProbe(AttentionMassProbe):
         self.layers: list[Any] = [LayerTruncationError(window_sizes(length)) for _ in decoder.layers]
 
     def record_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
-        """Add the truncation errors of some queries of one layer: q (B, H, n, D), k and v (B, H, m, D)."""
-        self.layers[layer].add(attention_scores(q.double(), k.double(), plan), v.double())
+        """Add the truncation errors of some queries of one layer: q (B, H, n, D), k and v (B, G, m, D).
+
+        Raises:
+            UserError: the layer has a null logit, so that attention is no mean of values.
+        """
+        if plan.null_logit is not None:
+            raise UserError("δ compares means of values, and null_logit leaves a part of the weights out: drop --delta")
+        values = repeat_key_heads(v, q.shape[1]).double()
+        self.layers[layer].add(attention_scores(q.double(), k.double(), plan), values)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ SPECS = [
     "cope",
     "dape",
     "forgetting",
+    "rope:local=6,null_logit=learned",
+    "alibi:block=9,softcap=2",
 ]
 
 
@@ -82,6 +84,8 @@ def test_field_is_that_of_the_whole_softmax_matrix(task, blocks, rpe):
     field = field_of(model, blocks)
     assert torch.equal(model(blocks)[0], plain)
     for layer, (weights, _) in zip(field.layers, seen_by(model, blocks, torch.float32), strict=True):
+        if "null_logit" in rpe:  # the weights of the keys add up to less than 1
+            weights = weights / weights.sum(-1, keepdim=True)
         seen = [weights[:, :, i, : i + 1].flip(-1) for i in range(LENGTH - ROWS, LENGTH)]
         near = torch.stack([F.pad(row, (0, LENGTH - row.shape[-1])) for row in seen], 2)  # by distance
         assert layer.rows == len(blocks) * ROWS
@@ -162,6 +166,29 @@ def test_misuse_is_refused(task, blocks):
 
 
 # δ(i, j)
+
+
+@torch.no_grad()
+def test_delta_with_shared_key_heads_is_that_of_repeated_ones(task, blocks):
+    shared, repeated = make_model(task, "alibi", kv_heads=2), make_model(task, "alibi")
+    state = shared.state_dict()
+    for name in [name for name in state if "k_proj" in name or "v_proj" in name]:
+        state[name] = state[name].unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1)
+    repeated.load_state_dict(state)
+    probes = []
+    for model in (shared, repeated):
+        with TruncationErrorProbe(model.decoder, LENGTH, ROWS) as probe:
+            model(blocks)
+        probes.append(probe)
+    for a, b in zip(*(probe.layers for probe in probes), strict=True):
+        torch.testing.assert_close(a.statistics, b.statistics, atol=1e-6, rtol=1e-5)
+
+
+def test_delta_needs_means_of_values(task, blocks):
+    model = make_model(task, "alibi:null_logit=zero")
+    with pytest.raises(UserError, match="drop --delta"):
+        with torch.no_grad(), TruncationErrorProbe(model.decoder, LENGTH, ROWS):
+            model(blocks)
 
 
 @pytest.mark.parametrize("rpe", ["alibi", "rope", "sinusoidal", "window:window=5"])
