@@ -81,21 +81,18 @@ class AttentionOptions:
         return QUERY_SCALES[self.query_scale].is_learned or self.null_logit == "learned"
 
 
-def attention_options(config: Any) -> AttentionOptions:
-    """Return the attention options of a config; the defaults if it has none."""
-    if not isinstance(config, _HasAttentionOptions):
-        return AttentionOptions()
-    return AttentionOptions(**{name: getattr(config, name) for name in option_names(type(config))})
+OPTION_NAMES = tuple(f.name for f in dataclasses.fields(AttentionOptions))
 
 
 class _HasAttentionOptions:
     """Marks configs that :func:`extend_config` has extended."""
 
 
-def option_names(config: Any) -> list[str]:
-    """Return the names of the attention options that a config may have besides its own options."""
-    own_names = {f.name for f in dataclasses.fields(config)} if not issubclass(config, _HasAttentionOptions) else set()
-    return [f.name for f in dataclasses.fields(AttentionOptions) if f.name not in own_names]
+def attention_options(config: Any) -> AttentionOptions:
+    """Return the attention options of a config; the defaults if it has none."""
+    if not isinstance(config, _HasAttentionOptions):
+        return AttentionOptions()
+    return AttentionOptions(**{name: getattr(config, name) for name in OPTION_NAMES})
 
 
 @functools.cache
@@ -105,15 +102,17 @@ def extend_config(config: type) -> type:
     Raises:
         UserError: An option of the encoding has the name of an attention option.
     """
-    names = option_names(config)
-    fields = [f for f in dataclasses.fields(AttentionOptions) if f.name in names]
-    if missing := {f.name for f in dataclasses.fields(AttentionOptions)} - set(names):
-        raise UserError(
-            f"{config.__qualname__} has an option '{min(missing)}' of its own, which is an option of every encoding: "
-            "rename it"
-        )
+    for f in dataclasses.fields(config):
+        if f.name in OPTION_NAMES:
+            raise UserError(
+                f"{config.__qualname__} has an option '{f.name}' of its own, which is an option of every encoding: "
+                "rename it"
+            )
     # a field belongs to its class, so the new class needs copies
-    copies = [(f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in fields]
+    copies = [
+        (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
+        for f in dataclasses.fields(AttentionOptions)
+    ]
     namespace = {"__module__": __name__, "__reduce__": _reduce_config}
     bases = (config, _HasAttentionOptions)
     return dataclasses.make_dataclass(config.__name__, copies, bases=bases, frozen=True, namespace=namespace)
@@ -163,9 +162,8 @@ def configure_encoding(config: type, name: str, options: dict[str, str]) -> Any:
     Raises:
         UserError: As ``configure``, or two attention options exclude each other.
     """
-    names = option_names(config) if dataclasses.is_dataclass(config) else []
-    if not set(names) & set(options):
-        return configure(config, name, options, other_options=names)
+    if not dataclasses.is_dataclass(config) or not set(OPTION_NAMES) & set(options):
+        return configure(config, name, options, other_options=OPTION_NAMES)
     configured = configure(extend_config(config), name, options)
     check_attention_options(name, attention_options(configured))
     return configured

@@ -77,7 +77,7 @@ class Encoding(OptionalAttention):
     family: ClassVar[str] = ""
     figure_options: ClassVar[str] = ""
     dape_base: ClassVar[bool] = False
-    sharing_modes: tuple[str, ...] = ("model", "layer")
+    sharing_modes: ClassVar[tuple[str, ...]] = ("model", "layer")
     max_queries_per_call: Callable[[Positions, torch.dtype], int] | None = None
     length_dependent: bool = False
     needs_token_ids: bool = False
@@ -365,7 +365,7 @@ class Rotary(Encoding):
     """
 
     family = "rotation of queries and keys (RoPE)"
-    sharing_modes: tuple[str, ...] = ("model",)
+    sharing_modes = ("model",)
     bounded_reason = "rotated queries and keys of bounded norm have bounded scores"
     interleaved: bool = False
     rotary_fraction: float = 1.0

@@ -74,7 +74,7 @@ class QueryScale(nn.Module):
         if self.method == "ssmax":
             return value * self._visible_keys(at).log()
         if self.method == "logn":
-            return (self._visible_keys(at).log() / math.log(self.interval)).clamp_min(1.0)
+            return logn_factor(self._visible_keys(at) - 1, self.interval)
         if self.method == "inkling":
             return 1 + value * ((at + 1) / self.interval).clamp_min(1.0).log()
         index = at + 1 if self.method == "llama4" else at
@@ -90,3 +90,9 @@ class QueryScale(nn.Module):
     def extra_repr(self) -> str:
         """Return what ``print`` shows of the module."""
         return f"{self.method}, interval={self.interval}"
+
+
+def logn_factor(at: Tensor, original_length: int, clipped: bool = True) -> Tensor:
+    """Return ln(i + 1) / ln L of positions i, in their shape; with ``clipped`` at least 1."""
+    factor = (at.clamp_min(0) + 1).log() / math.log(original_length)
+    return factor.clamp_min(1) if clipped else factor

@@ -13,6 +13,7 @@ from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import CosSin, Rotary, register
+from fairseq_rpe.encodings.query_scale import logn_factor
 from fairseq_rpe.encodings.rope_scalings import SCALINGS, Scaling, count_rotating_pairs, yarn_attention_factor
 
 # options that have an effect with every scaling
@@ -369,7 +370,6 @@ class Rope(Rotary):
         if self.config.resonance:
             raise UserError("'rope': resonance rounds wavelengths, which frequencies=learned changes: leave one out")
         self.log_frequency_factor = nn.Parameter(torch.zeros(self.rotated // 2))
-        self.sharing_modes = self.allowed_sharing(self.config)
         theta = self._scaled_frequencies(self._original_length_tensor("cpu"))  # also if parameters are on "meta"
         self._learned_pairs = tuple(theta.nonzero().flatten().tolist())
 
@@ -416,9 +416,3 @@ def effective_options(config: Rope.Config) -> tuple[str, ...]:
 def current_length(pos: Positions) -> Tensor:
     """Return the current lengths (B or 1, 1) float64, on the device of the positions: no synchronisation."""
     return pos.k.amax(dim=1, keepdim=True).to(torch.float64) + 1
-
-
-def logn_factor(at: Tensor, original_length: int, clipped: bool = True) -> Tensor:
-    """Return ln(i + 1) / ln L of positions i, in their shape; with ``clipped`` at least 1."""
-    factor = (at.clamp_min(0) + 1).log() / math.log(original_length)
-    return factor.clamp_min(1) if clipped else factor

@@ -19,7 +19,8 @@ from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
 from fairseq_rpe.core.spec import format_value, option
 from fairseq_rpe.encodings.base import CosSin, Rotary, register, registry
-from fairseq_rpe.encodings.rope import Rope, logn_factor
+from fairseq_rpe.encodings.query_scale import logn_factor
+from fairseq_rpe.encodings.rope import Rope
 
 _MAX_STRING_WINDOW = 512  # tokens, the largest W that the paper of STRING recommends
 

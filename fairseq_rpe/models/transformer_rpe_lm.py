@@ -233,7 +233,7 @@ def _log_encodings(decoder, args, rank):
 
 
 def _complete_block_flags(args):
-    """Set flags of the blocks that are not given to the values of the preset, so that checkpoints record them all."""
+    """Set each flag of the blocks that the user left out to the value of the preset; checkpoints record all flags."""
     preset = BLOCK_PRESETS[args.block]
     values = {
         "norm": preset["norm"],

@@ -133,7 +133,7 @@ def training_flags(config: TrainingConfig, plan: TrainingPlan) -> list[str]:
 
 
 def _value(name: str, config: TrainingConfig, plan: TrainingPlan) -> Any:
-    """Return the value that a setting is passed with, None to pass no flag."""
+    """Return the value that follows the flag of a setting, or None if fairseq-train gets no such flag."""
     s = SETTINGS[name]
     if s.is_identity and name not in _FILES:
         value = getattr(plan.settings, name)
