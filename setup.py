@@ -80,6 +80,8 @@ setup(
         "answers": ANSWERS,
         # 140 MB with what it needs; without it the tests of its adapter are skipped
         "transformers": ["transformers>=5.23"],
+        # 400 MB with what it needs: fairseq-rpe lm-eval; without it the tests of its adapter are skipped
+        "lm-eval": ["lm_eval>=0.4.13", "accelerate>=1.0", "transformers>=5.23"],
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
         "docs": ["playwright>=1.50", *SITE],

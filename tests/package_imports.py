@@ -32,12 +32,13 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "models": {*SCIENCE, "decoder", *GLUE},
     "runs": _RUNS,
     "evaluation": {*_RUNS, "runs"},
-    "adapters": {*SCIENCE, "data", "modules", "evaluation"},
+    "adapters": {*_RUNS, "runs", "evaluation"},
     "sweeps": {*_RUNS, "runs", "evaluation"},
     "reports": {*_RUNS, "runs", "evaluation", "sweeps"},
     "kinds": {*_RUNS, "runs", "evaluation", "sweeps", "reports"},
-    "cli": {*_RUNS, "runs", "evaluation", "sweeps", "reports", "kinds"},
-    "": {"models", "attention", "encodings"},  # registers with fairseq; functions that it imports on first use
+    "cli": {*_RUNS, "runs", "evaluation", "adapters", "sweeps", "reports", "kinds"},
+    # registers with fairseq and transformers; functions that it imports on first use
+    "": {"models", "attention", "encodings", "adapters"},
 }
 FAIRSEQ = {"compat", "modules", "criterions", "tasks", "models", "runs", "evaluation"}
 

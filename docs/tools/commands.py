@@ -207,6 +207,8 @@ def _command_fault(rest: list[str], *, complete: bool) -> str:
     ours = rest[: rest.index("--")] if "--" in rest else rest
     if not ours or ours[0] not in COMMANDS:
         return f"no command {ours[:1]}"
+    if COMMANDS[ours[0]].forwards_words:  # another program parses the words
+        return ""
     parser = build_parser(ours[0])
     if not complete:
         [commands] = [action.choices for action in parser._actions if isinstance(action.choices, dict)]

@@ -18,16 +18,24 @@ import torch
 from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.analysis.backend_support import support_matrix
 from fairseq_rpe.analysis.convergence import verdict
+from fairseq_rpe.cli import plan
 from fairseq_rpe.cli.main import COMMANDS, build_parser
 from fairseq_rpe.core.attention_options import QUERY_SCALES, AttentionOptions
 from fairseq_rpe.core.registry import Description, Registry
 from fairseq_rpe.core.spec import Option, format_value, list_options
+from fairseq_rpe.decoder.config import BLOCK_PRESETS
 from fairseq_rpe.encodings.base import FAMILIES
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.sweeps import recipes
+from fairseq_rpe.sweeps.cost_model import Hardware, estimate_runs, sum_runs
+from fairseq_rpe.sweeps.device_kinds import find_device
+from fairseq_rpe.sweeps.grid import SweepRun
+from fairseq_rpe.sweeps.resolve import Sweep
+from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PAPER_SCALE = {"paper", "large"}  # presets of the sizes that papers train
 HEADS = 2  # heads per encoding in convergence verdicts
 
 
@@ -256,6 +264,58 @@ def recipes_table() -> str:
     return markdown_table(("recipe", "what it reproduces", "preset", "on", "model", "evaluated at", "methods"), rows)
 
 
+def block_presets_table() -> str:
+    defaults = {"norm_position": "pre", "activation": "", "qk_norm": "none", "scale_embedding": True}
+    columns = ("norm", "norm_eps", "norm_position", "bias", "activation", "qk_norm", "init")
+    flags = {"activation": "--activation-fn", "init": "--block-init"}
+    rows = []
+    for name, preset in BLOCK_PRESETS.items():
+        options = {**defaults, **preset}
+        cells = [f"{options[column]:g}" if column == "norm_eps" else options[column] for column in columns]
+        rows.append((code(name), *cells, "√C" if options["scale_embedding"] else "1"))
+    names = [code(flags.get(column, "--" + column.replace("_", "-"))) for column in columns]
+    return markdown_table((code("--block"), *names, "embeddings are multiplied by"), rows)
+
+
+def costs_table() -> str:
+    """Return the estimated costs of each recipe at the scale of its paper, on a named device."""
+    hardware = Hardware("H100 SXM", find_device("h100"), utilisation=0.3)
+    rows = []
+    for name in recipes.names():
+        for preset_name in sorted(PAPER_SCALE & recipes.load(name).presets.keys()):
+            estimates = estimate_runs(*planned_runs(name, preset_name), hardware)
+            # texts of the evaluation exist on some machines only
+            estimates = [dataclasses.replace(estimate, evaluations=()) for estimate in estimates]
+            totals = sum_runs(estimates, devices=8)
+            largest = max(estimates, key=lambda estimate: estimate.memory.peak / estimate.load.rows)
+            batch = f"{largest.load.rows} × {largest.load.tokens:,}"
+            rows.append(
+                (
+                    code(name),
+                    preset_name,
+                    str(totals.runs),
+                    f"{largest.parameters.total / 1e6:,.1f}",
+                    f"{totals.tokens:.2g}",
+                    f"{totals.training_flops:.2g}",
+                    f"{totals.device_hours or 0:,.1f}",
+                    batch,
+                    f"{largest.memory.peak / 2**30:,.1f}",
+                    str(largest.most_rows),
+                    f"{largest.checkpoint / 2**30:.2f}",
+                )
+            )
+    head = ("recipe", "preset", "runs", "10⁶ parameters", "tokens", "FLOPs of training", "H100 hours")
+    return markdown_table((*head, "rows × tokens", "GiB", "most rows", "GiB of a checkpoint"), rows)
+
+
+def planned_runs(name: str, preset: str) -> tuple[Sweep, list[SweepRun]]:
+    """Return the sweep of a recipe, whose data need not exist, and its runs, with bfloat16 products."""
+    words = ["plan", "--recipe", name, "--preset", preset, "--compute-dtype", "bf16"]
+    args = build_parser("plan").parse_args(words)
+    sweep = plan.planned_sweep(args)
+    return sweep, sweep_kind(sweep.kind).build_runs(sweep, plan.presumed_inputs(sweep))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "encodings": encodings_table,
     "encoding-families": encoding_families,
@@ -268,11 +328,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "algorithms": lambda: entries_table(algorithms.base.registry, "task"),
     "algorithm-options": lambda: options_table(algorithms.base.registry, "task"),
     "model-flags": model_flags_table,
+    "block-presets": block_presets_table,
     "architectures": architectures_table,
     "commands": commands_table,
     "command-options": command_options,
     "scripts": scripts_table,
     "recipes": recipes_table,
+    "costs": costs_table,
 }
 
 

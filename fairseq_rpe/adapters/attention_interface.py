@@ -77,6 +77,7 @@ class EncodingAdapter(nn.Module):
         self.spec, self.position_transforms, self.positions = spec, position_transforms, positions
         self.backend = backend
         self.length_dependent = any(e.length_dependent for e in encodings)
+        self.register_state_dict_post_hook(_copy_shared_tensors)
 
     def layer_encoding(self, layer: int) -> Encoding:
         """Return the encoding of a layer, counted from 0."""
@@ -91,6 +92,16 @@ class EncodingAdapter(nn.Module):
     def extra_repr(self) -> str:
         """Return the spec for ``print(model)``."""
         return self.spec
+
+
+def _copy_shared_tensors(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+    """Replace tensors of a state dict that encodings share by copies, because ``save_pretrained`` refuses them."""
+    seen = set()
+    for name, value in state.items():
+        if name.startswith(prefix) and not value.is_meta and value.numel():
+            if value.data_ptr() in seen:
+                state[name] = value.clone()
+            seen.add(value.data_ptr())
 
 
 @dataclass

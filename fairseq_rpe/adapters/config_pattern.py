@@ -159,6 +159,12 @@ def read_layers(config: Any, count: int, rotation: nn.Module | None = None, head
     return layers
 
 
+def training_length(config: Any, layers: Sequence[LayerConfig]) -> int:
+    """Return the training length of a model in tokens, before its context was extended."""
+    name = "original_max_position_embeddings"
+    return next((x.rope_parameters[name] for x in layers if name in x.rope_parameters), config.max_position_embeddings)
+
+
 def _layer_types(config: Any, count: int) -> list[str]:
     """Return the type of attention of each layer: full_attention, sliding_attention or chunked_attention."""
     kind, window = config.model_type, getattr(config, "sliding_window", None)

@@ -133,7 +133,7 @@ def _encoding_and_positions(model: PreTrainedModel, adapter: EncodingAdapter | N
 
 def _digest(model: PreTrainedModel, encoding: str) -> str:
     """Return a digest of the config, the encoding and every weight."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "transformers_version")}
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "transformers_version", NAME)}
     digest = hashlib.sha256(json.dumps([config, encoding], sort_keys=True, default=str).encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 from fairseq_rpe.adapters.config_pattern import (
     HAS_SINKS,
     OWN_PATTERN,
-    LayerConfig,
     pattern_from_config,
     read_layers,
     resolve_pattern,
+    training_length,
 )
 from fairseq_rpe.adapters.scoring import evaluate
 from fairseq_rpe.attention import choose_backend
@@ -103,7 +103,7 @@ def use_encoding(
     shape = _ModelShape.from_config(base.config, len(layers))
     layer_configs = read_layers(base.config, len(layers), _own_rotation(base), shape.head_width)
     if length is None:
-        length = _training_length(base.config, layer_configs)
+        length = training_length(base.config, layer_configs)
     if isinstance(encoding, str):
         spec = resolve_pattern(encoding, layer_configs)
         try:
@@ -128,6 +128,14 @@ def use_encoding(
     if isinstance(getattr(base, NAME, None), EncodingAdapter):
         restore(model)
     _install(model, base, layers, adapter)
+    base.config.fairseq_rpe = {  # for load_with_encoding
+        "encoding": spec,
+        "length": length,
+        "share": share if isinstance(encoding, str) else "model",
+        "positions": positions,
+        "positions_train": positions_train,
+        "seed": seed,
+    }
     return model
 
 
@@ -149,6 +157,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, "attn_temperature_tuning"):
             module.attn_temperature_tuning = base.config.attn_temperature_tuning
     delattr(base, NAME)
+    del base.config.fairseq_rpe
     for name, rotation in rotations.items():
         base.set_submodule(name, rotation)
     model.set_attn_implementation(attention)
@@ -222,12 +231,6 @@ def _own_rotation(base: Any) -> nn.Module:
     """Return the model's own rotation module, also if an encoding has replaced it."""
     adapter = getattr(base, NAME, None)
     return adapter.undo[0]["rotary_emb"] if isinstance(adapter, EncodingAdapter) else base.rotary_emb
-
-
-def _training_length(config: Any, layers: Sequence[LayerConfig]) -> int:
-    """Return the training length in tokens, before the model's context was extended."""
-    name = "original_max_position_embeddings"
-    return next((x.rope_parameters[name] for x in layers if name in x.rope_parameters), config.max_position_embeddings)
 
 
 def _build_encodings(spec: str, share: str, shape: _ModelShape, length: int | None) -> LayerEncodings:

@@ -100,6 +100,7 @@ def build_plan(
     prune: float = 0.0,
     *,
     keys_rotated: bool = False,
+    drops_keys: bool = False,
     bias_cache: BiasCache | None = None,
     last_query: Tensor | None = None,
 ) -> AttentionPlan:
@@ -112,6 +113,7 @@ def build_plan(
         backend: backend that computes attention.
         prune: largest share of a query's attention that may be skipped; 0: exact.
         keys_rotated: whether keys arrive as :func:`rotate_keys` returns them.
+        drops_keys: whether a cache may drop keys that the options ``local`` and ``block`` hide from later tokens.
         bias_cache: cache of the text that is being decoded, which is read and filled; None: no caching.
         last_query: (B, m) int64, as :func:`positions_from_documents` returns it, or None for one document per row.
     """
@@ -151,6 +153,10 @@ def build_plan(
         softcap=options.softcap,
         null_logit=encoding.null_logits(positions.k),
         window=_index_window(positions, options.local) if options.local else None,
+        # two tokens that are as far apart as a block is long are in different blocks
+        cache_window=_index_window(positions, options.local or options.block)
+        if drops_keys and options.hides_keys
+        else None,
     )
 
 
@@ -243,12 +249,13 @@ def run_attention(
 
     Args:
         q: (B, H, n, D), not rotated.
-        k: (B, G, m, D), not rotated, unless ``plan.keys_rotated``. G divides H, and query head h reads key head h // g,
-            g = H / G. Keys are not repeated in memory unless the encoding reads queries or keys besides q·k.
-        v: (B, G, m, D).
-        plan: plan of the layer, as :func:`build_plan` returns it.
+        k: (B, G, h, D), not rotated, unless ``plan.keys_rotated``: those of the last h tokens of the plan, of which the
+            queries see no earlier one. G divides H, and query head h reads key head h // g, g = H / G. Keys are not
+            repeated in memory unless the encoding reads queries or keys besides q·k.
+        v: (B, G, h, D).
+        plan: plan of the layer for m >= h tokens, as :func:`build_plan` returns it.
         dropout: probability of dropping an attention weight.
-        features: (B, H, m, E), as :func:`compute_token_features` returns them; None for most encodings.
+        features: (B, H, h, E), as :func:`compute_token_features` returns them; None for most encodings.
 
     Returns:
         (B, H, n, D) in q's dtype.
@@ -256,9 +263,11 @@ def run_attention(
     Raises:
         UserError: documents share rows that the encoding cannot rotate in one call, or the backend refuses the call.
     """
-    if q.shape[2] < k.shape[2] and plan.needed_keys.start:  # decoding with a window or blocks
-        keys, plan = plan.needed_keys, plan.with_needed_keys
-        k, v, features = k[:, :, keys], v[:, :, keys], None if features is None else features[:, :, keys]
+    if q.shape[2] < plan.positions.k.shape[1]:  # decoding
+        dropped = plan.positions.k.shape[1] - k.shape[2]
+        if (first := max(plan.needed_keys.start, dropped)) > 0:  # with a window or blocks
+            plan, keys = plan.from_key(first), slice(first - dropped, None)
+            k, v, features = k[:, :, keys], v[:, :, keys], None if features is None else features[:, :, keys]
     n, m = q.shape[2], k.shape[2]
     size = n if plan.max_queries_per_call is None else plan.max_queries_per_call(plan.positions, q.dtype)
     with without_autocast(q):

@@ -26,10 +26,17 @@ class GrowableBuffer:
         self.memory, self.used = memory, used
 
     @classmethod
-    def with_prefix(cls, old: Tensor, more: int) -> "GrowableBuffer":
-        """Return a buffer with a copy of old (B, H, m, D) and capacity for at least ``more`` tokens after it."""
+    def with_prefix(cls, old: Tensor, more: int, spare: int | None = None) -> "GrowableBuffer":
+        """Return a buffer with a copy of a tensor and capacity for more tokens after it.
+
+        Args:
+            old: (B, H, m, D).
+            more: number of tokens that are appended next.
+            spare: number of free tokens after them; None: half of m, at least ``SPARE``.
+        """
         batch, heads, used, width = old.shape
-        buffer = cls(old.new_empty(batch, heads, used + more + max(SPARE, used // 2), width), used)
+        free = max(SPARE, used // 2) if spare is None else spare
+        buffer = cls(old.new_empty(batch, heads, used + more + free, width), used)
         buffer.memory[:, :, :used] = old
         return buffer
 
@@ -57,7 +64,9 @@ class GrowableBuffer:
         return torch.index_select(self.memory[:, :, : self.used], 0, rows, out=selected), other
 
 
-def append_tokens(buffer: GrowableBuffer | None, old: Tensor, new: Tensor) -> tuple[Tensor, GrowableBuffer | None]:
+def append_tokens(
+    buffer: GrowableBuffer | None, old: Tensor, new: Tensor, spare: int | None = None
+) -> tuple[Tensor, GrowableBuffer | None]:
     """Concatenate tokens in a buffer.
 
     Where gradients may be needed, which writing into memory of an earlier step would spoil, or where dtypes or devices
@@ -67,6 +76,7 @@ def append_tokens(buffer: GrowableBuffer | None, old: Tensor, new: Tensor) -> tu
         buffer: buffer that ``old`` may be a view of, or None.
         old: (B, H, m, D).
         new: (B, H, n, D).
+        spare: free tokens of a new buffer; None: a number that grows with m.
 
     Returns:
         (B, H, m + n, D), and the buffer that it is a view of, or None.
@@ -74,13 +84,16 @@ def append_tokens(buffer: GrowableBuffer | None, old: Tensor, new: Tensor) -> tu
     if torch.is_grad_enabled() or old.dtype != new.dtype or old.device != new.device:
         return torch.cat([old, new], dim=2), None
     if buffer is None or not buffer.can_append(old, new.shape[2]):
-        buffer = GrowableBuffer.with_prefix(old, new.shape[2])
+        buffer = GrowableBuffer.with_prefix(old, new.shape[2], spare)
     return buffer.append(new), buffer
 
 
 @dataclass
 class KVCache:
     """Keys, not rotated, values and token features of the m tokens that a ``RelativeAttention`` has seen.
+
+    It holds all keys also if the encoding has a window: each call states the positions of all tokens anew, so that a
+    later call may move a key that is hidden now into the window.
 
     Attributes:
         k: (B, H, m, D), or None in a new cache.

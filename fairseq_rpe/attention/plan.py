@@ -45,6 +45,8 @@ class AttentionPlan:
         null_logit: (H,) logits of a key without a value that every query sees, or None.
         window: no query sees a key that is this number of tokens or more before it, by index; None: unknown. The bias
             hides such keys, so a backend may leave them out, or ignore this.
+        cache_window: neither these nor later queries see a key that is this number of tokens or more before them, by
+            index, so that a cache may drop it; None: they may, or it is not known.
     """
 
     positions: Positions
@@ -67,6 +69,7 @@ class AttentionPlan:
     softcap: float = 0.0
     null_logit: Tensor | None = None
     window: int | None = None
+    cache_window: int | None = None
 
     @property
     def is_content_dependent(self) -> bool:
@@ -181,14 +184,21 @@ class AttentionPlan:
             first = max(first, int(is_seen.int().argmax()))
         return slice(first, m)
 
-    @cached_property
-    def with_needed_keys(self) -> Self:
-        """The plan of the same queries and of ``needed_keys`` alone."""
-        plan = self.select(slice(None), self.needed_keys)
-        last_token = plan.positions.k.shape[1] - 1
-        if plan.last_query is not None and self.needed_keys.start and bool((plan.last_query >= last_token).all()):
-            plan = replace(plan, last_query=None)  # every query sees all keys before it
-        return plan
+    def from_key(self, first: int) -> Self:
+        """Return the plan of the same queries and of the keys from ``first`` on, which layers with this plan share."""
+        plans: dict[int, Self] = self.__dict__.setdefault("_plans_by_first_key", {})
+        if first not in plans:
+            plan = self.select(slice(None), slice(first, self.positions.k.shape[1]))
+            last_token = plan.positions.k.shape[1] - 1
+            # the comparison would make a GPU wait
+            if (
+                plan.last_query is not None
+                and plan.last_query.device.type == "cpu"
+                and bool((plan.last_query >= last_token).all())
+            ):
+                plan = replace(plan, last_query=None)  # every query sees all keys before it
+            plans[first] = plan
+        return plans[first]
 
     def split_by_key_head(self, groups: int) -> list[Self]:
         """Return the plans of the query heads 0, g, 2g, …, of 1, g + 1, …, up to g - 1, with g = ``groups``.

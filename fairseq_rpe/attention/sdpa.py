@@ -22,6 +22,7 @@ from fairseq_rpe.attention.reference import attention_weights, weighted_sum
 from fairseq_rpe.attention.region_attention import attend_by_region
 from fairseq_rpe.attention.relative_shift import materialize_fast, sum_relative_values_fast
 from fairseq_rpe.attention.scaled_distance_bias import ScaledDistanceBlocks, visible_pieces
+from fairseq_rpe.attention.scaled_window_attention import has_scaled_window, scaled_window_attention
 from fairseq_rpe.attention.toeplitz_attention import DENSE_TOKENS, BlockAttention
 from fairseq_rpe.attention.toeplitz_blocks import ToeplitzBlocks
 from fairseq_rpe.attention.window_attention import has_window_blocks, window_attention
@@ -62,6 +63,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
         return _attend_by_document(q, k, v, plan)
     if not plan.prune and has_window_blocks(q, k, plan, dropout):
         return window_attention(q, k, v, plan)
+    if not plan.prune and has_scaled_window(q, k, plan, dropout):
+        return scaled_window_attention(q, k, v, plan)
     block_bias = _block_bias(plan, n, m)
     if plan.prune:
         _check_pruning_on_cpu(q, k, v, plan, dropout)

@@ -32,12 +32,14 @@ class Command(NamedTuple):
         help: what it does, as one phrase.
         variant: which command of a module with several: its functions are ``add_<variant>_options`` and
             ``run_<variant>``.
+        forwards_words: whether the function ``run_words`` of the module gets all further words, unparsed.
     """
 
     group: str
     module: str
     help: str
     variant: str = ""
+    forwards_words: bool = False
 
     def function(self, pattern: str) -> str:
         """Return the name of a function of the module, e.g. ``add_stdlib_options`` of ``add{}_options``."""
@@ -59,15 +61,22 @@ COMMANDS = {
         _DATA, "prepare_questions", "make cloze questions from any text: which earlier name fills the gap", "cloze"
     ),
     "train": Command(_TRAINING, "train", "train one language model"),
+    "export": Command(_TRAINING, "export", "write a checkpoint as a model of Hugging Face transformers"),
+    "import": Command(_TRAINING, "import_model", "make a checkpoint from a transformers model on disk"),
     "extend": Command(_TRAINING, "extend", "fine-tune a checkpoint on longer texts and compare it before and after"),
     "sweep": Command(_TRAINING, "sweep", "train several encodings and evaluate each of them at several lengths"),
+    "plan": Command(_TRAINING, "plan", "estimate FLOPs, memory and time of a sweep or a training, without training"),
     "eval": Command(_EVALUATION, "eval", "evaluate the perplexity of a checkpoint at several lengths"),
     "eval-task": Command(_EVALUATION, "eval_task", "measure the exact-match accuracy on an algorithmic task"),
     "eval-questions": Command(_EVALUATION, "eval_questions", "answer a question data set and score the answers"),
+    "generate": Command(_EVALUATION, "generate", "continue prompts with a checkpoint: text, tasks and questions"),
     "sliding": Command(_EVALUATION, "sliding", "compare sliding-window with non-overlapping evaluation"),
     "erf": Command(_EVALUATION, "erf", "measure the empirical receptive field of checkpoints"),
     "longrope-search": Command(
         _EVALUATION, "longrope_search", "search LongRoPE factors that extend a checkpoint's context"
+    ),
+    "lm-eval": Command(
+        _EVALUATION, "lm_eval", "run the tasks of lm-evaluation-harness on a checkpoint", forwards_words=True
     ),
     "list": Command(_THEORY, "list", "list all encodings with formula, options and paper", "list"),
     "bias": Command(_THEORY, "list", "print an encoding's bias at each distance as CSV", "bias"),
@@ -188,6 +197,8 @@ def _run_command(argv: list[str], extra: list[str]) -> int:
         if new := renamed.COMMANDS.get(name):
             raise UserError(f"the command '{name}' is called '{new}' now: use fairseq-rpe {new}")
         raise UserError(f"unknown command '{name}'{did_you_mean(name, COMMANDS)}; known: {', '.join(COMMANDS)}")
+    if name in COMMANDS and COMMANDS[name].forwards_words and argv[1:] and argv[1:] != ["--help"]:
+        return importlib.import_module(f"fairseq_rpe.cli.{COMMANDS[name].module}").run_words([*argv[1:], *extra]) or 0
     _refuse_lone_dashes(argv)
     parser = build_parser(name)
     if name in COMMANDS:
@@ -196,6 +207,7 @@ def _run_command(argv: list[str], extra: list[str]) -> int:
         args, unknown = parser.parse_known_args(argv)
     except SystemExit:  # --help and --version have been printed
         return 0
+    unknown = _add_late_words(args, unknown)
     see = f"(see fairseq-rpe {args.command} --help)"
     if unknown:
         raise UserError(f"unrecognized arguments: {' '.join(unknown)} {see}")
@@ -205,6 +217,19 @@ def _run_command(argv: list[str], extra: list[str]) -> int:
         args.extra = tuple(extra)
     apply_common_options(args)
     return args.run(args) or 0
+
+
+def _add_late_words(args: argparse.Namespace, words: list[str]) -> list[str]:
+    """Add positional words after options to a command's list of any number of words, and return the other words.
+
+    Before Python 3.12, argparse reads such a list only where its first positional words are. A command with a list
+    sets the default ``words_after_options`` to the name of the list.
+    """
+    name = getattr(args, "words_after_options", None)
+    if name is None or any(word.startswith("-") and word != "-" for word in words):
+        return words
+    getattr(args, name).extend(words)
+    return []
 
 
 def _refuse_renamed_options(parser: argparse.ArgumentParser, command: str, words: Sequence[str]) -> None:

@@ -49,6 +49,7 @@ rate = partial(_number, holds=lambda v: 0 < v <= 100, words="a number above 0 an
 nonnegative_float = partial(_number, holds=lambda v: 0 <= v < float("inf"), words="a number from 0 on")
 decay = partial(_number, holds=lambda v: 0 <= v <= 100, words="a number from 0 to 100")
 fraction = partial(_number, holds=lambda v: 0 <= v < 1, words="a number from 0 to below 1")
+share = partial(_number, holds=lambda v: 0 < v <= 1, words="a number above 0 and at most 1")
 
 
 def _list(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
@@ -79,6 +80,13 @@ def spec(text: str) -> str:
     """Return a spec that is not empty; its name and options are checked where it is used."""
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty: write name or name:key=value,key=value")
+    return text
+
+
+def nonempty_text(text: str) -> str:
+    """Return text that is not empty; white space alone is text, too."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: give some text")
     return text
 
 

@@ -1,16 +1,18 @@
 """``prepare``, ``prepare-corpus`` and ``prepare-stdlib``: make a corpus from any text, a published data set or code."""
 
 import argparse
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.cli.options import integer
-from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.errors import UserError, shorten_path
 from fairseq_rpe.data.download import resolve_source
 from fairseq_rpe.data.pipeline import prepare_corpus
 from fairseq_rpe.data.prepare_options import (
     CORPORA,
+    MODEL_TOKENIZER,
     SPLIT_BY,
     TOKENIZERS,
     PrepareOptions,
@@ -113,9 +115,10 @@ def _add_corpus_options(parser: argparse.ArgumentParser, default_tokenizer: str)
     parser.add_argument("--boundaries", action=argparse.BooleanOptionalAction, help=about)
     about = (
         "bpe: byte-exact sentencepiece BPE, learned from the text; gpt2: GPT-2's BPE; words: words separated by white "
-        f"space (default: {default_tokenizer})"
+        "space; or the folder of a transformers model, whose tokenizer is used "
+        f"(default: {default_tokenizer})"
     )
-    parser.add_argument("--tokenizer", choices=TOKENIZERS, help=about)
+    parser.add_argument("--tokenizer", type=_tokenizer, metavar=f"{{{','.join(TOKENIZERS)}}}|DIR", help=about)
     about = "symbols of the dictionary, special symbols included (default: 16384 for bpe, every word for words)"
     parser.add_argument("--vocab-size", type=integer, metavar="N", help=about)
     about = "learn bpe from at most N bytes of text (default: 20000000)"
@@ -124,6 +127,17 @@ def _add_corpus_options(parser: argparse.ArgumentParser, default_tokenizer: str)
     parser.add_argument("--gpt2", type=Path, metavar="DIR", help=about)
     parser.add_argument("--vocab-from", type=Path, metavar="DIR", help="use the vocabulary of this prepared corpus")
     _add_split_options(parser, "documents")
+
+
+def _tokenizer(text: str) -> str | Path:
+    """Parse the name of a tokenizer, or the path of a model's folder, which has a separator or exists."""
+    if text in TOKENIZERS:
+        return text
+    if text and (os.sep in text or Path(text).is_dir()):
+        return Path(text)
+    raise argparse.ArgumentTypeError(
+        f"'{shorten_path(text)}' is neither {', '.join(TOKENIZERS)} nor the folder of a transformers model"
+    )
 
 
 def run_stdlib(args: argparse.Namespace) -> None:
@@ -170,6 +184,8 @@ def _prepare(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any
     names = {field.name for field in fields(PrepareOptions)} - {"out", "train", "valid", "test"}
     stated = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     settings = {**options, **stated, "include": tuple(stated.get("include", ()))}
+    if isinstance(settings.get("tokenizer"), Path):
+        settings |= {"tokenizer": MODEL_TOKENIZER, "model": settings["tokenizer"]}
     learned = settings.get("tokenizer", "bpe") == "bpe" and not settings.get("vocab_from")
     if not learned:
         if args.sample_bytes is not None:

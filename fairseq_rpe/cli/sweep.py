@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "also evaluate on this text, which has DATA's vocabulary; in a recipe with questions: fine-tune and evaluate "
         "on this question data set instead of the preset's (may be repeated)"
     )
-    parser.add_argument("--eval-data", type=_named_folder, action="append", default=[], metavar="NAME=DIR", help=about)
+    parser.add_argument("--eval-data", type=named_folder, action="append", default=[], metavar="NAME=DIR", help=about)
     parser.add_argument("--split", help="split to score (default: test; for questions valid)")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="tokens per evaluation batch")
     parser.add_argument("--seeds", type=seed_list, metavar="N,N,...", help="seeds of the runs (default: 1)")
@@ -85,7 +85,8 @@ def _slurm_setting(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _named_folder(text: str) -> tuple[str, Path]:
+def named_folder(text: str) -> tuple[str, Path]:
+    """Parse the name and the folder of a further text, NAME=DIR."""
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME=DIR, e.g. arxiv=data-bin/arxiv")

@@ -2,13 +2,38 @@
 
 import functools
 import math
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Bias, PairBias, PointwiseBias, ToeplitzBias, add_biases
+from fairseq_rpe.core.bias import Bias, PairBias, PointwiseBias, ScaledDistanceBias, ToeplitzBias, add_biases
 from fairseq_rpe.core.positions import Positions
+
+
+@dataclass(frozen=True)
+class WindowedScaledDistanceBias(PairBias):
+    """A :class:`ScaledDistanceBias` with -inf outside a window.
+
+    Attributes:
+        scaled: The bias without the window.
+        window: Smallest distance that is hidden, by index.
+    """
+
+    scaled: ScaledDistanceBias = field(kw_only=True)
+    window: int = field(kw_only=True)
+
+    def select(self, queries: slice, keys: slice) -> Self:
+        """Slice the bias without the window; the window stays the same."""
+        return replace(self, scaled=self.scaled.select(queries, keys))
+
+    def select_heads(self, heads: slice) -> Bias:
+        """Return the bias of some heads."""
+        scaled = self.scaled.select_heads(heads)
+        assert isinstance(scaled, ScaledDistanceBias)
+        return replace(self, fn=self._fn_of_heads(heads), scaled=scaled)
 
 
 def hide_far_keys(bias: Bias | None, pos: Positions, heads: int, window: int) -> Bias | None:
@@ -23,6 +48,10 @@ def hide_far_keys(bias: Bias | None, pos: Positions, heads: int, window: int) ->
     Returns:
         A bias of the same type where that is possible: a table by distance keeps O(window) columns.
     """
+    if isinstance(bias, ScaledDistanceBias) and pos.step is not None:  # its positions are contiguous
+        if (columns := math.ceil(window / pos.step)) >= pos.k.shape[1]:
+            return bias
+        return WindowedScaledDistanceBias(_hide_far_pairs(bias, window).fn, bias.aux, scaled=bias, window=columns)
     if isinstance(bias, PairBias):
         return _hide_far_pairs(bias, window)
     if pos.step is None or (isinstance(bias, ToeplitzBias) and bias.step != pos.step):

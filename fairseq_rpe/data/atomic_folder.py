@@ -25,7 +25,7 @@ _KEY_DESCRIPTIONS = {
     "given_vocabulary": "with another vocabulary",
 }
 _OPTION_NAMES = {key: name for name, key in MANIFEST_KEYS.items()}
-_FILES = ("dict.txt", "spm.model", "vocab.json", "merges.txt", *BINARIES)
+_FILES = ("dict.txt", "spm.model", "vocab.json", "merges.txt", "tokenizer.json", "config.json", *BINARIES)
 
 
 @dataclass(frozen=True)

@@ -425,7 +425,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class _Tokenizer:
-    kind: Literal["bpe", "gpt2", "words"]
+    kind: Literal["bpe", "gpt2", "words", "transformers"]
 
 
 @dataclass(frozen=True)

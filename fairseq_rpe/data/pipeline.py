@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from fairseq_rpe.data.atomic_folder import build_atomically
 from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, read_dictionary, write_dictionary
 from fairseq_rpe.data.prepare_options import PrepareOptions
 from fairseq_rpe.data.splits import EmptySplit, SplitDocuments
-from fairseq_rpe.data.stream import Piece, SplitWriter, encode_chunks, group_pieces, split_pieces
+from fairseq_rpe.data.stream import PIECE, Piece, SplitWriter, encode_chunks, group_pieces, split_pieces
 from fairseq_rpe.data.tokenization import dictionary_symbols, load_encoder
+from fairseq_rpe.data.transformers_tokenizer import load_model_vocabulary
 from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, VocabularyFiles, WordLearner, find_vocabulary
 from fairseq_rpe.utils.files import sha256_of_files
 
@@ -25,7 +27,8 @@ from fairseq_rpe.utils.files import sha256_of_files
 _FORMAT = 1
 _BAR: dict[str, Any] = {"unit": "char", "unit_scale": True, "disable": None}
 DEFAULT_BPE_TYPES = 16384
-_LIBRARIES = {"bpe": ("sentencepiece",), "gpt2": ("tokenizers",), "words": ()}
+_LIBRARIES = {"bpe": ("sentencepiece",), "gpt2": ("tokenizers",), "words": (), "transformers": ("tokenizers",)}
+_MAY_LACK_BYTES = ("words", "transformers")  # tokenizers with unknown tokens
 
 
 def prepare_corpus(options: PrepareOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def prepare_corpus(options: PrepareOptions, say: Callable[[str], None] = print) 
     """
     options.check()
     source = SplitDocuments(options)
-    vocabulary = find_vocabulary(options.vocab_from, options.gpt2)
+    vocabulary = find_vocabulary(options.vocab_from, options.gpt2, options.model)
     key = {
         "format": _FORMAT,
         "digest": source.digest,
@@ -108,6 +111,8 @@ class _CorpusBuilder:
             shutil.copyfile(path, folder / name)
         if vocabulary.kind == "gpt2" and "dict.txt" not in vocabulary.paths:
             write_dictionary(folder / "dict.txt", dictionary_symbols(folder))
+        if vocabulary.kind == "transformers":
+            write_dictionary(folder / "dict.txt", load_model_vocabulary(folder).symbols)
 
     def _learn(self, folder: Path) -> int:
         """Learn the vocabulary from the training split, and return the number of characters of all splits."""
@@ -145,24 +150,30 @@ class _CorpusBuilder:
         with contextlib.ExitStack() as stack:
             writers = {s: stack.enter_context(SplitWriter(folder, s, dtype, options.boundaries)) for s in SPLITS}
             bar = stack.enter_context(tqdm(desc="encoding", total=size, **_BAR))
-            chunks = group_pieces(self._pieces(bar))
+            # a tokenizer of transformers may have tokens across any two characters
+            chunks = group_pieces(self._pieces(bar, sys.maxsize if kind == "transformers" else PIECE))
             for split, encoded in encode_chunks(chunks, kind, folder, options.workers, options.boundaries):
                 writers[split].add(encoded)
         return {split: writer.counts for split, writer in writers.items()}
 
-    def _pieces(self, bar: tqdm) -> Iterator[tuple[str, Piece]]:
-        """Yield the pieces of all documents with their split."""
+    def _pieces(self, bar: tqdm, size: int) -> Iterator[tuple[str, Piece]]:
+        """Yield the pieces of all documents, of at most ``size`` characters, with their split."""
         for split, document in self.source:
-            for piece in split_pieces(_with_progress(document.blocks(), bar)):
+            for piece in split_pieces(_with_progress(document.blocks(), bar), size):
                 yield split, piece
 
     def _check_counts(self, kind: str, counts: dict[str, Counter[str]]) -> None:
-        """Refuse a split without words, and unknown tokens of a tokenizer that can write any text."""
+        """Refuse a split without words, and unknown tokens of a tokenizer that can write any text; report changes."""
         # Each line end counts as a word, so a split without other words is empty.
         has_words = {split: count["words"] > count["lines"] for split, count in counts.items()}
         self.source.check_splits({split: count["documents"] * has_words[split] for split, count in counts.items()})
         for split, count in counts.items():
-            if kind != "words" and count["unknown"]:
+            if count["changed"]:
+                self.say(
+                    f"warning: the tokenizer does not restore {count['changed']} of the {count['documents']} documents "
+                    f"of {split} byte by byte ({count['unknown']} unknown tokens): bits per byte would be too low"
+                )
+            if kind not in _MAY_LACK_BYTES and count["unknown"]:
                 problem = f"the {split} split has {count['unknown']} unknown tokens"
                 raise UserError(f"{problem}: the vocabulary lacks some bytes")
 

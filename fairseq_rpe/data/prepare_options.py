@@ -18,10 +18,11 @@ from fairseq_rpe.utils import records
 from fairseq_rpe.utils.files import PACKAGE_DIR
 
 TOKENIZERS = ("bpe", "gpt2", "words")
+MODEL_TOKENIZER = "transformers"  # the tokenizer of a model, in manifests
 SPLIT_BY = ("text", "path", "part")
 
 # Options that are not in a manifest: digests describe text and vocabulary, and the others do not change the result.
-_NOT_RECORDED = ("out", "train", "valid", "test", "gpt2", "vocab_from", "workers", "overwrite")
+_NOT_RECORDED = ("out", "train", "valid", "test", "gpt2", "vocab_from", "model", "workers", "overwrite")
 # Options that are in a manifest only if they are not the default: corpora from before the option stay up to date.
 _RECORDED_IF_CHANGED = ("split_by", "boundaries", "max_bytes", "documents", "test_from_valid")
 
@@ -39,11 +40,12 @@ class PrepareOptions:
         text_field: Field of ``.jsonl`` and ``.parquet`` rows that contains the text.
         rows_are_lines: Rows are lines of one document per file, instead of documents.
         skip_invalid: Leave out text files that are not UTF-8, instead of refusing them.
-        tokenizer: One of :data:`TOKENIZERS`.
+        tokenizer: One of :data:`TOKENIZERS`, or :data:`MODEL_TOKENIZER` with ``model``.
         vocab_size: Symbols of the dictionary; None is 16,384 for bpe and all words for words.
         sample_bytes: Most bytes of text that bpe learns from; None learns from all.
         gpt2: Folder of the GPT-2 vocabulary.
         vocab_from: Prepared corpus whose tokenizer and dictionary are used.
+        model: Folder of a transformers model whose tokenizer is used.
         seed: Seed of the hashes that assign documents to splits.
         valid_fraction: Expected share of documents for validation, in (0, 1).
         test_fraction: Expected share of documents for the test, in (0, 1).
@@ -72,6 +74,7 @@ class PrepareOptions:
     sample_bytes: int | None = 20_000_000
     gpt2: Path | None = None
     vocab_from: Path | None = None
+    model: Path | None = None
     seed: int = 1
     valid_fraction: float = 0.05
     test_fraction: float = 0.05
@@ -125,11 +128,14 @@ class PrepareOptions:
             "max_bytes": (1, 2**63),
             "documents": (1, 2**63),
         }
-        check_values(self, ranges, {"tokenizer": TOKENIZERS, "split_by": SPLIT_BY})
+        check_values(self, ranges, {"tokenizer": (*TOKENIZERS, MODEL_TOKENIZER), "split_by": SPLIT_BY})
 
     def _check_tokenizer(self) -> None:
-        if self.vocab_size and (self.vocab_from or self.tokenizer == "gpt2"):
+        if self.vocab_size and (self.vocab_from or self.tokenizer in ("gpt2", MODEL_TOKENIZER)):
             raise UserError("--vocab-size has no effect on a given vocabulary: leave it out")
+        if self.model and (self.vocab_from or self.gpt2):
+            other = "--vocab-from" if self.vocab_from else "--gpt2"
+            raise UserError(f"--tokenizer {self.model} and {other} are two vocabularies: give one")
         if self.vocab_from and self.gpt2:
             raise UserError("--vocab-from and --gpt2 are two vocabularies: give one")
         if (self.tokenizer == "gpt2") != bool(self.gpt2) and not self.vocab_from:

@@ -93,7 +93,8 @@ class EncodedChunk(NamedTuple):
     Attributes:
         ids: (tokens,) token ids, with BOS before each document if there are boundaries.
         counts: Number of documents, bytes, lines, words, tokens and unknown tokens. A word is what white space
-            separates, and each line end counts as a word.
+            separates, and each line end counts as a word. ``changed`` counts the pieces whose tokens decode to another
+            text; it is missing if there are none.
     """
 
     ids: np.ndarray
@@ -118,6 +119,8 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
         ids += [np.full(int(boundary), BOS, encoder.dtype), tokens]
         content = piece.text.encode()
         lines = content.count(b"\n")
+        if not encoder.restores(piece.text, tokens):
+            counts["changed"] += 1
         counts.update(
             documents=int(piece.first),
             bytes=len(content),

@@ -2,7 +2,8 @@
 
 Text is cut into words, and the ids of each different word are computed once. No tokenizer here has pieces across the
 end of a word, so the ids of a text are the concatenated ids of its words. For a sentencepiece model this is checked
-when it is loaded; the others cut words by definition.
+when it is loaded; the others cut words by definition. The exception are tokenizers of transformers models
+(``transformers_tokenizer.py``), which get whole texts.
 
 A symbol has three numbers, which have different names here:
 
@@ -24,6 +25,7 @@ import sentencepiece
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS, read_dictionary
+from fairseq_rpe.data.transformers_tokenizer import load_model_codec
 from fairseq_rpe.utils.json_files import read_json
 
 MIN_VOCAB_SIZE = 300
@@ -336,18 +338,48 @@ class Encoder(dict[str, bytes]):
         """Return the (tokens,) ids of a text."""
         return np.frombuffer(b"".join(map(self.__getitem__, self._find(text))), dtype=self.dtype)
 
+    def restores(self, text: str, ids: np.ndarray) -> bool:
+        """Return whether ids (tokens,) of a text decode to it; the vocabularies of this class are known to do so."""
+        return True
+
+
+class WholeTextEncoder(Encoder):
+    """Encodes whole texts, whose newlines are tokens like others, and compares the decoded text.
+
+    Args:
+        types: Number of symbols of fairseq's dictionary, which decides the dtype.
+        encode: Returns the ids of a text.
+        decode: Returns the text of ids in UTF-8.
+    """
+
+    def __init__(
+        self, types: int, encode: Callable[[str], np.ndarray], decode: Callable[[Sequence[int]], bytes]
+    ) -> None:
+        super().__init__(types, lambda text: [text], encode)
+        self._decode = decode
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the (tokens,) ids of a text."""
+        return np.asarray(self._spell(text), self.dtype)
+
+    def restores(self, text: str, ids: np.ndarray) -> bool:
+        """Return whether ids (tokens,) of a text decode to it."""
+        return self._decode(ids.tolist()) == text.encode()
+
 
 def load_encoder(kind: str, folder: Path) -> Encoder:
     """Load the encoder of a prepared corpus.
 
     Args:
-        kind: ``bpe`` (sentencepiece), ``gpt2`` or ``words``.
+        kind: ``bpe`` (sentencepiece), ``gpt2``, ``words`` or ``transformers``.
         folder: Folder with ``dict.txt`` and the files of the tokenizer.
 
     Raises:
         UserError: The files do not belong together.
     """
     symbols = read_dictionary(folder / "dict.txt")
+    if kind == "transformers":
+        return WholeTextEncoder(len(symbols), *load_model_codec(folder, symbols))
     if kind == "words":
         return _words_encoder(symbols)
     if kind == "gpt2":
@@ -405,11 +437,46 @@ def load_decoder(kind: str, folder: Path) -> Callable[[Sequence[int]], bytes]:
     """Load the decoder of a prepared corpus, a function from token ids to bytes.
 
     Args:
-        kind: ``bpe`` (sentencepiece), ``gpt2`` or ``words``; decoded words have a space after each word.
+        kind: ``bpe`` (sentencepiece), ``gpt2``, ``transformers``, or ``words``, which decodes to words with a space
+            after each.
         folder: Folder with ``dict.txt`` and the files of the tokenizer.
     """
     symbols = read_dictionary(folder / "dict.txt")
     if kind == "gpt2":
         return load_gpt2(folder, symbols).decode
+    if kind == "transformers":
+        return load_model_codec(folder, symbols)[1]
     table = [symbol_bytes(s) if kind == "bpe" or s in FAIRSEQ_SPECIALS else s.encode() + b" " for s in symbols]
     return lambda ids: b"".join(map(table.__getitem__, ids))
+
+
+def load_byte_table(kind: str, folder: Path) -> list[bytes]:
+    """Return the bytes of each token id of a prepared corpus, to decode a text token by token.
+
+    A character may be divided among several tokens. ``</s>`` is a newline, ``<unk>`` is U+FFFD, and symbols without
+    text, such as ``<s>``, have no bytes.
+
+    Args:
+        kind: ``bpe`` (sentencepiece) or ``gpt2``.
+        folder: Folder with ``dict.txt`` and the files of the tokenizer.
+
+    Raises:
+        UserError: The files do not belong together.
+    """
+    symbols = read_dictionary(folder / "dict.txt")
+    if kind == "bpe":
+        return [symbol_bytes(symbol) for symbol in symbols]
+    load_gpt2(folder, symbols)  # refuses files that do not belong together
+    number_bytes = {str(number): _gpt2_bytes(text) for text, number in _read_gpt2_vocabulary(folder).items()}
+    specials = {symbol: symbol_bytes(symbol) for symbol in FAIRSEQ_SPECIALS}
+    return [specials.get(symbol, number_bytes.get(symbol, b"")) for symbol in symbols]
+
+
+def _gpt2_bytes(text: str) -> bytes:
+    """Return the bytes that GPT-2 writes as the characters of a text.
+
+    A printable byte of Latin-1 is its own character; the other bytes are the characters from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(BYTES) if byte not in printable]
+    return bytes(others[ord(character) - BYTES] if ord(character) >= BYTES else ord(character) for character in text)

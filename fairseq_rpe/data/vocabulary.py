@@ -18,9 +18,15 @@ from fairseq_rpe.data.folder import (
 )
 from fairseq_rpe.data.stream import split_pieces
 from fairseq_rpe.data.tokenization import Tokenizer, find_gpt2_files, train_tokenizer
+from fairseq_rpe.data.transformers_tokenizer import MODEL_FILES, find_model_files, load_model_vocabulary
 
 # Files of each kind of tokenizer, in addition to the dictionary.
-VOCABULARY_FILES = {"bpe": ("spm.model",), "gpt2": ("vocab.json", "merges.txt"), "words": ()}
+VOCABULARY_FILES = {
+    "bpe": ("spm.model",),
+    "gpt2": ("vocab.json", "merges.txt"),
+    "words": (),
+    "transformers": MODEL_FILES,
+}
 
 # The tokenizer "words" is for texts whose rare words are <unk> already; a web crawl has too many different words.
 MAX_WORDS = 4_000_000
@@ -110,21 +116,25 @@ class VocabularyFiles(NamedTuple):
     paths: dict[str, Path]
 
 
-def find_vocabulary(corpus: Path | None, gpt2: Path | None) -> VocabularyFiles | None:
+def find_vocabulary(corpus: Path | None, gpt2: Path | None, model: Path | None = None) -> VocabularyFiles | None:
     """Find the files of a vocabulary.
 
     Args:
         corpus: A prepared corpus, or None.
         gpt2: A folder with GPT-2's vocabulary, or None; ``dict.txt`` is optional there.
+        model: A folder of a transformers model with its tokenizer, or None.
 
     Returns:
-        The files, or None if both arguments are None.
+        The files, or None if all arguments are None.
 
     Raises:
         UserError: A file is missing or damaged.
     """
     if gpt2 is not None:
         return VocabularyFiles("gpt2", find_gpt2_files(gpt2))
+    if model is not None:
+        load_model_vocabulary(model)
+        return VocabularyFiles("transformers", find_model_files(model))
     if corpus is None:
         return None
     manifest = read_manifest(corpus)

@@ -11,7 +11,7 @@ from fairseq_rpe.attention import AttentionPlan
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import did_you_mean
 from fairseq_rpe.decoder.cache import LayerCache
-from fairseq_rpe.decoder.config import GATED_ACTIVATIONS, DecoderConfig
+from fairseq_rpe.decoder.config import DecoderConfig
 from fairseq_rpe.decoder.dropout import Dropout
 from fairseq_rpe.decoder.self_attention import SelfAttention
 
@@ -25,33 +25,69 @@ ACTIVATIONS: dict[str, Activation] = {
     "tanh": torch.tanh,
     "linear": lambda x: x,
 }
+_CLAMP, _SLOPE = 7.0, 1.702  # of gpt-oss
+
+
+def clamped_swiglu(gate: Tensor, x: Tensor) -> Tensor:
+    """Return g·σ(1.702·g)·(u + 1), where g is the gate clamped to at most 7, and u is x clamped to [-7, 7].
+
+    This is the gated activation of gpt-oss (OpenAI 2025, arXiv 2508.10925).
+
+    Args:
+        gate: (…, F).
+        x: (…, F).
+
+    Returns:
+        (…, F).
+    """
+    gate = gate.clamp(max=_CLAMP)
+    return gate * torch.sigmoid(_SLOPE * gate) * (x.clamp(-_CLAMP, _CLAMP) + 1)
+
+
+# gated activation -> function of the gate and of the values that it multiplies
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": lambda gate, x: F.silu(gate) * x,
+    "geglu": lambda gate, x: F.gelu(gate, approximate="tanh") * x,
+    "clamped_swiglu": clamped_swiglu,
+}
+
+
+class RMSNorm(nn.RMSNorm):
+    """y = w·x/√(mean(x²) + ε) in the wider dtype of x and w, as autocast computes a layer norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x (…, C)."""
+        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype)))
 
 
 def make_norm(config: DecoderConfig, width: int) -> nn.Module:
-    """Return a layer norm, or an RMSNorm: y = w·x/√(mean(x²) + ε), computed in float32 or float64."""
+    """Return a layer norm or an RMSNorm."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=config.norm_eps)
-    return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+        return RMSNorm(width, eps=config.norm_eps)
+    return nn.LayerNorm(width, eps=config.norm_eps, bias=config.has_bias)
 
 
-def find_activation(name: str) -> Activation:
-    """Return an activation function by its name; that of the gate for a gated one.
+def find_activation(name: str) -> Callable[..., Tensor]:
+    """Return an activation function by its name; a gated one is a function of the gate and of what it multiplies.
 
     Raises:
         UserError: there is no such activation.
     """
-    name = GATED_ACTIVATIONS.get(name, name)
-    if name not in ACTIVATIONS:
-        names = (*ACTIVATIONS, *GATED_ACTIVATIONS)
-        raise UserError(f"unknown activation '{name}'{did_you_mean(name, names)}; known: {', '.join(names)}")
-    return ACTIVATIONS[name]
+    functions: dict[str, Callable[..., Tensor]] = {**ACTIVATIONS, **GATES}
+    if name not in functions:
+        raise UserError(f"unknown activation '{name}'{did_you_mean(name, functions)}; known: {', '.join(functions)}")
+    return functions[name]
 
 
 class DecoderLayer(nn.Module):
     """Self-attention and a feed-forward network, each with a norm and a residual connection.
 
-    The feed-forward network is fc2(a(fc1(x))), or fc2(a(fc_gate(x)) ⊙ fc1(x)) with a gated activation (SwiGLU, GeGLU;
-    Shazeer 2020, arXiv 2002.05202). Parameters have the names of fairseq's decoder layer.
+    The feed-forward network is fc2(a(fc1(x))), or fc2(a(fc_gate(x), fc1(x))) with a gated activation, which is
+    a(g) ⊙ x for SwiGLU and GeGLU (Shazeer 2020, arXiv 2002.05202). Parameters have the names of fairseq's decoder
+    layer.
+
+    ``self_attn_layer_norm`` and ``final_layer_norm`` are the norms of attention and of the feed-forward network.
+    ``self_attn_output_norm`` and ``ffn_output_norm`` are the second norms of "sandwich"; otherwise they are None.
 
     Args:
         config: sizes and blocks of the decoder.
@@ -71,10 +107,13 @@ class DecoderLayer(nn.Module):
         self.self_attn_layer_norm = make_norm(config, config.width)
         self.ffn_layernorm = make_norm(config, config.ffn_width) if config.scale_ffn else None
         self.w_resid = nn.Parameter(torch.ones(config.width)) if config.scale_residual else None
-        self.fc1 = nn.Linear(config.width, config.ffn_width, bias=config.bias)
-        self.fc2 = nn.Linear(config.ffn_width, config.width, bias=config.bias)
-        self.fc_gate = nn.Linear(config.width, config.ffn_width, bias=config.bias) if config.is_gated else None
+        self.fc1 = nn.Linear(config.width, config.ffn_width, bias=config.has_bias)
+        self.fc2 = nn.Linear(config.ffn_width, config.width, bias=config.has_bias)
+        self.fc_gate = nn.Linear(config.width, config.ffn_width, bias=config.has_bias) if config.is_gated else None
         self.final_layer_norm = make_norm(config, config.width)
+        is_sandwich = config.norm_position == "sandwich"
+        self.self_attn_output_norm = make_norm(config, config.width) if is_sandwich else None
+        self.ffn_output_norm = make_norm(config, config.width) if is_sandwich else None
 
     def forward(self, x: Tensor, plan: AttentionPlan, cache: LayerCache | None = None) -> Tensor:
         """Compute the output (n, B, C) of the layer for its input x (n, B, C).
@@ -85,18 +124,23 @@ class DecoderLayer(nn.Module):
             cache: KV cache of the layer, or None.
         """
         y = self._attend(self._norm_before(x, self.self_attn_layer_norm), plan, cache)
-        x = self._add(x, y, self.self_attn_layer_norm)
+        if self.norm_position == "parallel":
+            z = self._feed_forward(self.final_layer_norm(x))
+            out: Tensor = x + self.dropout_module(y) + self.dropout_module(z)
+            return out
+        x = self._add(x, y, self.self_attn_layer_norm, self.self_attn_output_norm)
         y = self._feed_forward(self._norm_before(x, self.final_layer_norm))
         residual = x if self.w_resid is None else torch.mul(self.w_resid, x)
-        return self._add(residual, y, self.final_layer_norm)
+        return self._add(residual, y, self.final_layer_norm, self.ffn_output_norm)
 
     def _norm_before(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Return the input of a sublayer."""
-        return norm(x) if self.norm_position == "pre" else x
+        return norm(x) if self.norm_position in ("pre", "sandwich", "parallel") else x
 
-    def _add(self, residual: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
-        """Return the sum of the residual and the output of a sublayer, with dropout and the sublayer's norm."""
-        y = self.dropout_module(norm(y) if self.norm_position == "output" else y)
+    def _add(self, residual: Tensor, y: Tensor, norm: nn.Module, second_norm: nn.Module | None) -> Tensor:
+        """Return the sum of the residual and the output of a sublayer, with dropout and the sublayer's norms."""
+        output_norm = norm if self.norm_position == "output" else second_norm
+        y = self.dropout_module(y if output_norm is None else output_norm(y))
         x = residual + y
         return norm(x) if self.norm_position == "post" else x
 
@@ -113,7 +157,7 @@ class DecoderLayer(nn.Module):
         if self.fc_gate is None:
             h = self.activation(self.fc1(x))  # (n, B, F)
         else:
-            h = self.activation(self.fc_gate(x)) * self.fc1(x)
+            h = self.activation(self.fc_gate(x), self.fc1(x))
         h = self.activation_dropout_module(h)
         y: Tensor = self.fc2(h if self.ffn_layernorm is None else self.ffn_layernorm(h))
         return y

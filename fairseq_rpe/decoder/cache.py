@@ -8,46 +8,87 @@ from torch import Tensor
 
 from fairseq_rpe.attention.forward import BiasCache
 from fairseq_rpe.attention.kv_cache import GrowableBuffer, append_tokens
+from fairseq_rpe.core.errors import UserError
 
 
 class LayerCache:
-    """Keys, values and token features of the m tokens that one layer has read.
+    """Keys, values and token features of the last h tokens of the m tokens that one layer has read.
 
-    The tensors are replaced at each step and never written in place, so that a shallow copy may be continued
-    independently.
+    A layer with a window of w keys drops older ones from time to time, so that h is at most 2w after a step of one
+    token; all other layers hold h = m tokens. The tensors are replaced at each step and never written in place, so that
+    a shallow copy may be continued independently.
 
     Attributes:
-        tensors: keys and values (B, G, m, D) and, for an encoding that has them, token features (B, H, m, E).
+        tensors: keys and values (B, G, h, D) and, for an encoding that has them, token features (B, H, h, E).
         buffers: buffers that the tensors are views of; None for a tensor without one.
+        dropped: number of the first tokens, m - h, that the layer holds no longer.
+        window: w, no later token sees a key that is this number of tokens or more before it; None: all may be seen.
     """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.buffers: list[GrowableBuffer | None] = []
+        self.dropped = 0
+        self.window: int | None = None
 
     def __len__(self) -> int:
+        """Return m, the number of tokens that the layer has read."""
+        return self.dropped + self.held
+
+    @property
+    def held(self) -> int:
+        """The number of tokens h whose keys and values the layer holds."""
         return self.tensors[0].shape[2] if self.tensors else 0
 
-    def append(self, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append the keys, values and token features of n tokens, and return those of all tokens.
+    def append(
+        self, k: Tensor, v: Tensor, features: Tensor | None, window: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Append the keys, values and token features of n tokens, and return those of all tokens that are held.
 
         Args:
             k: (B, G, n, D).
             v: (B, G, n, D).
             features: (B, H, n, E), or None.
+            window: no new or later token sees a key that is this number of tokens or more before it; None: it may.
         """
         new = [k, v] if features is None else [k, v, features]
+        self.window = window
+        if window is not None and self.held >= 2 * window:  # rarely, as the next step copies what remains
+            self.drop_hidden_keys()
         if not self.tensors:
             self.tensors, self.buffers = new, [None] * len(new)
         else:
-            joined = [append_tokens(*item) for item in zip(self.buffers, self.tensors, new, strict=True)]
+            triples = zip(self.buffers, self.tensors, new, strict=True)
+            joined = [append_tokens(buffer, old, x, spare=window) for buffer, old, x in triples]
             self.tensors, self.buffers = [x for x, _ in joined], [buffer for _, buffer in joined]
         return self.tensors[0], self.tensors[1], self.tensors[2] if features is not None else None
+
+    def drop_hidden_keys(self) -> None:
+        """Drop the keys that no later token sees: all but the last w - 1."""
+        hidden = 0 if self.window is None else self.held - (self.window - 1)
+        if hidden > 0:
+            self.map(lambda x: x[:, :, hidden:])
+            self.dropped += hidden
+
+    def truncate(self, tokens: int) -> None:
+        """Drop all but the first tokens.
+
+        Raises:
+            UserError: the layer has dropped keys that the next token would see.
+        """
+        if self.dropped and (self.window is None or tokens - self.dropped < self.window - 1):
+            raise UserError(
+                f"a layer with a window has dropped its first {self.dropped} keys, so the cache cannot return to "
+                f"{tokens} tokens: copy the cache before it is continued"
+            )
+        held = tokens - self.dropped
+        self.map(lambda x: x[:, :, :held])
 
     def copy(self) -> "LayerCache":
         """Return a copy that shares the memory of the tokens so far."""
         other = LayerCache()
         other.tensors, other.buffers = list(self.tensors), list(self.buffers)
+        other.dropped, other.window = self.dropped, self.window
         return other
 
     def select_rows(self, rows: Tensor) -> None:
@@ -65,12 +106,17 @@ class LayerCache:
         return all(buffer is not None and buffer.can_append(x, 0) for buffer, x in pairs)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor (B, G or H, m, …) by the result of a function; the next step copies it to a buffer."""
+        """Replace each tensor (B, G or H, h, …) by the result of a function; the next step copies it to a buffer."""
         self.tensors = [function(x) for x in self.tensors]
 
 
 class DecoderCache:
     """KV cache of all layers of a decoder.
+
+    A layer whose encoding has the option ``local`` or ``block`` drops keys that no later token can see, and holds at
+    most twice as many keys as the window or the block has. It holds all keys where a later token may see any of them:
+    if cached tokens may get other positions (``is_movable``, or a position transform that depends on the length of the
+    text), and if positions are not evenly spaced, so that a window of positions is no window of tokens.
 
     Args:
         is_movable: whether cached tokens may get other positions later, e.g. when the oldest tokens are dropped. Keys
@@ -106,21 +152,45 @@ class DecoderCache:
         for layer in self._layers.values():
             layer.select_rows(rows)
 
+    def drop_hidden_keys(self) -> None:
+        """Drop the keys that windows hide from all later tokens; without this call, a later step drops them."""
+        for layer in self._layers.values():
+            layer.drop_hidden_keys()
+
     def permute_tokens(self, order: Tensor) -> None:
         """Reorder the tokens of each row.
 
         Args:
             order: (B, m) int64 indices of the m cached tokens.
+
+        Raises:
+            UserError: a layer with a window has dropped keys.
         """
+        self._check_complete()
         self._map(lambda x: x.gather(2, order[:, None, :, None].expand_as(x)))
 
     def keep_last(self, tokens: int, rows: int | None = None) -> None:
-        """Drop all but the last tokens, and all but the first rows if ``rows`` is given."""
+        """Drop all but the last tokens, and all but the first rows if ``rows`` is given.
+
+        Raises:
+            UserError: a layer with a window has dropped keys.
+        """
+        self._check_complete()
         self._map(lambda x: x[:rows, :, -tokens:])
 
     def truncate(self, tokens: int) -> None:
-        """Drop all but the first tokens; the text may then continue in another way."""
-        self._map(lambda x: x[:, :, :tokens])
+        """Drop all but the first tokens; the text may then continue in another way.
+
+        Raises:
+            UserError: a layer with a window has dropped keys that the next token would see.
+        """
+        for layer in self._layers.values():
+            layer.truncate(tokens)
+
+    def _check_complete(self) -> None:
+        """Raise UserError if a layer does not hold all of its tokens."""
+        if any(layer.dropped for layer in self._layers.values()):
+            raise UserError("a layer with a window has dropped old keys: move tokens of DecoderCache(is_movable=True)")
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for layer in self._layers.values():

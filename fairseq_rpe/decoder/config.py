@@ -8,20 +8,36 @@ from fairseq_rpe.core.errors import UserError
 # values of --compute-dtype: dtype of matrix products; parameters and residual stream stay in float32
 COMPUTE_DTYPES = ("fp32", "bf16")
 NORMS = ("layernorm", "rmsnorm")
-NORM_POSITIONS = ("pre", "post", "output")
-GATED_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh"}  # and the activation of the gate
+NORM_POSITIONS = ("pre", "post", "output", "sandwich", "parallel")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu")
+BIASES = ("yes", "qkv", "no")
 DEFAULT_FFN_MULTIPLE = 8
 QK_NORMS = ("none", "head", "whole")
 INITS = ("fairseq", "gpt2", "llama")
-# value of --block -> the options of the blocks that it selects
+_LLAMA: dict[str, Any] = {
+    "norm": "rmsnorm",
+    "norm_eps": 1e-6,
+    "bias": "no",
+    "init": "llama",
+    "activation": "swiglu",
+    "scale_embedding": False,
+}
+_GEMMA3 = {"norm_position": "sandwich", "activation": "geglu", "qk_norm": "head", "scale_embedding": True}
+# value of --block -> the options of the blocks that it selects; the others have the defaults of DecoderConfig
 BLOCK_PRESETS: dict[str, dict[str, Any]] = {
-    "classic": {"norm": "layernorm", "norm_eps": 1e-5, "bias": True, "init": "fairseq"},
-    "llama": {
-        "norm": "rmsnorm",
-        "norm_eps": 1e-6,
-        "bias": False,
+    "classic": {"norm": "layernorm", "norm_eps": 1e-5, "bias": "yes", "init": "fairseq"},
+    "llama": _LLAMA,
+    "qwen3": {**_LLAMA, "qk_norm": "head"},
+    "olmo2": {**_LLAMA, "norm_eps": 1e-5, "norm_position": "output", "qk_norm": "whole"},
+    "gemma3": {**_LLAMA, **_GEMMA3},
+    "gpt-oss": {**_LLAMA, "norm_eps": 1e-5, "bias": "yes", "activation": "clamped_swiglu"},
+    "gpt-neox": {
+        "norm": "layernorm",
+        "norm_eps": 1e-5,
+        "norm_position": "parallel",
+        "bias": "yes",
         "init": "llama",
-        "activation": "swiglu",
+        "activation": "gelu",
         "scale_embedding": False,
     },
 }
@@ -44,12 +60,14 @@ class DecoderConfig:
         output_width: width of the features before the output projection; None: C.
         norm: "layernorm" or "rmsnorm".
         norm_eps: ε of every norm.
-        norm_position: "pre" x + f(N(x)), "post" N(x + f(x)), or "output" x + N(f(x)) as in OLMo 2.
+        norm_position: where the norms N of the two sublayers f, attention and feed-forward, are: "pre" x + f(N(x)),
+            "post" N(x + f(x)), "output" x + N(f(x)) as in OLMo 2, "sandwich" x + N'(f(N(x))) as in Gemma 2 and 3, or
+            "parallel" x + attention(N(x)) + ffn(N'(x)) as in GPT-NeoX.
         final_norm: whether a norm follows the last layer.
         embedding_norm: whether a norm follows the embedding.
-        activation: activation of the feed-forward layers, a key of ``blocks.ACTIVATIONS``; "swiglu" and "geglu" have a
-            gate.
-        bias: whether linear layers and layer norms have biases. The output projection has none.
+        activation: activation of the feed-forward layers, a key of ``blocks.ACTIVATIONS`` or ``blocks.GATES``.
+        bias: biases: "yes" of all linear layers and layer norms, "qkv" of the projections to queries, keys and values
+            alone, as in Qwen 2, or "no". The output projection has none.
         qk_norm: RMSNorm of queries and keys before the rotation: "none", "head" with one weight (D) for all heads, or
             "whole" over all heads of a token.
         init: initial weights: "fairseq" (Xavier), "gpt2" (normal, 0.02, residual outputs divided by √(2N)) or "llama"
@@ -85,7 +103,7 @@ class DecoderConfig:
     final_norm: bool = True
     embedding_norm: bool = False
     activation: str = "relu"
-    bias: bool = True
+    bias: str = "yes"
     qk_norm: str = "none"
     init: str = "fairseq"
     scale_embedding: bool = True
@@ -113,6 +131,16 @@ class DecoderConfig:
         return self.head_width or self.width // self.heads
 
     @property
+    def has_bias(self) -> bool:
+        """Whether linear layers and layer norms have biases; see also :attr:`has_qkv_bias`."""
+        return self.bias == "yes"
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections to queries, keys and values have biases."""
+        return self.bias != "no"
+
+    @property
     def is_gated(self) -> bool:
         """Whether the feed-forward layers multiply by a gate."""
         return self.activation in GATED_ACTIVATIONS
@@ -124,7 +152,7 @@ class DecoderConfig:
             UserError: an option has an unknown value, or two options exclude each other.
         """
         choices = {"norm": NORMS, "norm_position": NORM_POSITIONS, "qk_norm": QK_NORMS, "init": INITS}
-        choices["compute_dtype"] = COMPUTE_DTYPES
+        choices |= {"bias": BIASES, "compute_dtype": COMPUTE_DTYPES}
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise UserError(f"{_flag(name)} is one of {', '.join(values)}, not '{getattr(self, name)}'")
@@ -139,6 +167,11 @@ class DecoderConfig:
             raise UserError(f"--head-dim is a positive number of elements, not {self.head_width}")
         if self.scale_heads and self.head_dim * self.heads != self.width:
             raise UserError("--scale-heads divides the model width into heads: leave --head-dim out")
+        if self.scale_residual and self.norm_position == "parallel":
+            raise UserError(
+                "--scale-resids scales the residual of the feed-forward layer, and --norm-position parallel has one "
+                "residual for both sublayers: drop one of them"
+            )
         if self.norm_eps <= 0:
             raise UserError(f"--norm-eps is a positive number, not {self.norm_eps:g}")
         if self.logit_softcap < 0:

@@ -114,7 +114,13 @@ class Decoder(nn.Module):
         check_eps(eps)
         if not self.attend.supports_pruning:
             raise UserError("attention prunes on the backends sdpa and triton: choose --attention-backend sdpa")
-        for encoding in self.encodings:
+        for encoding, spec in zip(self.encodings, self.encodings.specs, strict=True):
+            options = encoding.attention_options
+            for option, value in (("block", options.block), ("softcap", options.softcap)):
+                if value:
+                    raise UserError(f"'{spec}': the bound of pruning does not cover {option}: evaluate without pruning")
+            if options.null_logit != "none":
+                raise UserError(f"'{spec}': the bound of pruning does not cover null_logit: evaluate without pruning")
             # Any two tokens show the type of the bias. Encodings that need token ids cannot be asked without a text.
             if encoding.needs_token_ids or not isinstance(encoding.position_bias(Positions.arange(2)), ToeplitzBias):
                 raise UserError("this encoding adds no bias of the distance alone: its attention cannot be pruned")
@@ -292,15 +298,14 @@ class Decoder(nn.Module):
         """Return the attention plan of an encoding.
 
         A KV cache holds rotated keys if their rotation never changes: each token keeps its position, and the encoding
-        rotates a key by its own position alone. Otherwise the cache holds keys before their rotation.
+        rotates a key by its own position alone. Otherwise the cache holds keys before their rotation. If each token
+        keeps its position, the cache may also drop keys that a window hides from later tokens.
         """
-        keys_rotated = (
+        positions_stay = (
             cache is not None
             and not cache.is_movable
             # a transform that depends on the length of the text moves cached tokens
             and self.position_transforms.length_invariant(self.training)
-            and encoding.rotates
-            and encoding.fixed_rotation
         )
         bias_cache = None if cache is None else cache.bias_cache
         return build_plan(
@@ -309,7 +314,8 @@ class Decoder(nn.Module):
             padding,
             self.attend,
             self.eps,
-            keys_rotated=keys_rotated,
+            keys_rotated=positions_stay and encoding.rotates and encoding.fixed_rotation,
+            drops_keys=positions_stay,
             bias_cache=bias_cache,
             last_query=last_query,
         )

@@ -1,7 +1,7 @@
 """Greedy decoding and scoring of given choices with the KV cache, for language models with any encoding.
 
-Prompts are read in one prefill pass over the batch, then only new tokens. Prompts of different lengths are padded; the
-result of a row does not depend on the other rows.
+A prefill reads the prompts of a batch, then each step reads only new tokens. Prompts of different lengths are padded;
+the result of a row does not depend on the other rows.
 """
 
 import contextlib
@@ -35,14 +35,17 @@ class DecodingState:
     Args:
         model: a ``transformer_rpe_lm`` in evaluation mode, inside :func:`fixed_positions`.
         rows: (R, P) int64 prompts as :func:`pad_prompts` returns them.
+        prefill_tokens: most tokens of all rows together that a pass over prompts of equal lengths reads at once, which
+            bounds the memory for long prompts; None: the prompts are read in one pass, as those of different lengths.
 
     Attributes:
         rows: (R, n) int64. After the prefill: padding, prompt and generated tokens of each row.
     """
 
-    def __init__(self, model: Any, rows: Tensor) -> None:
+    def __init__(self, model: Any, rows: Tensor, prefill_tokens: int | None = None) -> None:
         check_length_independent(model)
         self.model, self.rows, self._cache = model, rows, DecoderCache()
+        self._prefill_tokens = prefill_tokens
 
     def prefill_or_step(self) -> Tensor:
         """Read the tokens that are not in the cache yet.
@@ -50,18 +53,43 @@ class DecodingState:
         Returns:
             (R, V) float32 log-probabilities of the next token; -inf for padding.
         """
-        features = self._features()
-        if features.shape[1] == self.rows.shape[1]:  # prefill: the cache was empty
-            lengths = self.rows.ne(self.model.decoder.padding_idx).sum(1)  # (R,)
+        return self._log_probs(self._last_features())
+
+    def prefill_or_step_logits(self) -> Tensor:
+        """Read the tokens that are not in the cache yet.
+
+        Returns:
+            (R, V) float32 logits of the next token; -inf for padding.
+
+        Raises:
+            UserError: the model has an adaptive softmax, which has no logits of the whole vocabulary.
+        """
+        decoder = self.model.decoder
+        if decoder.output_projection is None:
+            raise UserError("this model's adaptive softmax has no logits: leave the repetition penalty out")
+        return self._exclude_padding(decoder.output_layer(self._last_features())[:, 0].float())
+
+    def _last_features(self) -> Tensor:
+        """Read the tokens that are not in the cache yet, and return the features (R, 1, C) of the last tokens."""
+        if len(self._cache):
+            return self._features()[:, -1:]
+        size = self.rows.shape[1]
+        lengths = self.rows.ne(self.model.decoder.padding_idx).sum(1)  # (R,)
+        if bool((lengths == size).all()):
+            step = size if self._prefill_tokens is None else max(1, self._prefill_tokens // len(lengths))
+            for stop in (*range(step, size, step), size):
+                features: Tensor = self.model.decoder.features(self.rows[:, :stop], self._cache)
+            features = features[:, -1:]
+        else:
+            features = self._features()  # (R, P, C)
             features = features[torch.arange(len(lengths), device=lengths.device), lengths - 1][:, None]  # (R, 1, C)
             self._move_padding(lengths)
-        return self._log_probs(features[:, -1:])
+        self._cache.drop_hidden_keys()  # not earlier: the window of a short prompt lies before its padding
+        return features
 
     def _move_padding(self, lengths: Tensor) -> None:
         """Move padding from after the prompts, where attention may ignore it, to before them, to append tokens."""
         size = self.rows.shape[1]
-        if bool((lengths == size).all()):
-            return
         order = torch.arange(size, device=lengths.device)
         order = (order + lengths[:, None]) % size  # (R, P)
         self.rows = self.rows.gather(1, order)
@@ -89,7 +117,10 @@ class DecodingState:
     def _log_probs(self, features: Tensor) -> Tensor:
         """Return log-probabilities (R, V) of features (R, 1, C)."""
         outputs = self.model.decoder.output_layer(features), None
-        scores = self.model.get_normalized_probs(outputs, log_probs=True)[:, 0].float()
+        return self._exclude_padding(self.model.get_normalized_probs(outputs, log_probs=True)[:, 0].float())
+
+    def _exclude_padding(self, scores: Tensor) -> Tensor:
+        """Return scores (R, V) with -inf for padding; raise UserError if they are NaN."""
         if bool(scores.isnan().any()):
             raise UserError("this model's predictions are NaN: use an earlier checkpoint of its training")
         scores[:, self.model.decoder.padding_idx] = -torch.inf
@@ -269,3 +300,30 @@ def score_choices(
             logprobs = torch.cat([logprobs, state.next_token_logprobs(targets[:, 1:])], dim=1)  # (R, n)
     sums = iter(logprobs.masked_fill(targets.eq(pad), 0.0).double().sum(1).tolist())
     return [[next(sums) for _ in own_choices] for own_choices in choices]
+
+
+@torch.no_grad()
+def token_logprobs(
+    model: Any, prompt: Sequence[int], tokens: Sequence[int], total_length: int | None = None
+) -> list[float]:
+    """Return log p(token | prompt, earlier tokens) in nats for each token of a continuation.
+
+    Args:
+        model: a ``transformer_rpe_lm`` in evaluation mode.
+        prompt: token ids, at least one.
+        tokens: token ids of the continuation, at least one.
+        total_length: tokens of the complete text, for positions that depend on it; None: those of prompt and tokens.
+
+    Raises:
+        UserError: the encoding depends on the length of the text, or its positions do not reach ``total_length``.
+    """
+    check_prompts([prompt], len(tokens))
+    device = next(model.parameters()).device
+    with fixed_positions(model, [prompt], final_lengths([prompt], len(tokens), total_length)):
+        state = DecodingState(model, torch.tensor([list(prompt)], device=device))
+        targets = torch.tensor([list(tokens)], device=device)  # (1, n)
+        logprobs = state.prefill_or_step().gather(1, targets[:, :1])
+        if len(tokens) > 1:
+            state.append_tokens(targets[:, :-1])
+            logprobs = torch.cat([logprobs, state.next_token_logprobs(targets[:, 1:])], dim=1)
+    return [float(value) for value in logprobs[0]]

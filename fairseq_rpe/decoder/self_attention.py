@@ -17,7 +17,7 @@ class SelfAttention(nn.Module):
     each head with one weight (D) for all heads as in Qwen 3, or all heads of a token together as in OLMo 2.
 
     A KV cache holds rotated keys if the attention plan says so; otherwise keys are rotated on read, so that rotations
-    that depend on the length stay correct.
+    that depend on the length stay correct. It may hold only the last keys, see :class:`.cache.LayerCache`.
 
     Args:
         config: sizes and blocks of the decoder.
@@ -29,14 +29,14 @@ class SelfAttention(nn.Module):
         self.dropout_module = Dropout(config.attention_dropout)
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         # checkpoints and optimizer states depend on the order of these parameters: keys, values, queries, output
-        self.k_proj = nn.Linear(config.width, kv_width, bias=config.bias)
-        self.v_proj = nn.Linear(config.width, kv_width, bias=config.bias)
-        self.q_proj = nn.Linear(config.width, q_width, bias=config.bias)
-        self.out_proj = nn.Linear(q_width, config.width, bias=config.bias)
+        self.k_proj = nn.Linear(config.width, kv_width, bias=config.has_qkv_bias)
+        self.v_proj = nn.Linear(config.width, kv_width, bias=config.has_qkv_bias)
+        self.q_proj = nn.Linear(config.width, q_width, bias=config.has_qkv_bias)
+        self.out_proj = nn.Linear(q_width, config.width, bias=config.has_bias)
         for projection in (self.k_proj, self.v_proj, self.q_proj):
             nn.init.xavier_uniform_(projection.weight, gain=2**-0.5)
         nn.init.xavier_uniform_(self.out_proj.weight)
-        if config.bias:
+        if config.has_bias:
             nn.init.zeros_(self.out_proj.bias)
         self.norms_whole = config.qk_norm == "whole"
         self.q_norm: nn.Module | None = None
@@ -62,7 +62,8 @@ class SelfAttention(nn.Module):
         v = self._project(x, self.v_proj, None, self.num_kv_heads)  # (B, G, n, D)
         features = compute_token_features(x.transpose(0, 1), plan)
         if cache is not None:
-            k, v, features = cache.append(rotate_keys(k, plan) if plan.keys_rotated else k, v, features)
+            k = rotate_keys(k, plan) if plan.keys_rotated else k
+            k, v, features = cache.append(k, v, features, plan.cache_window)
         out = run_attention(q, k, v, plan, self.dropout_module.active_p, features)  # (B, H, n, D)
         return self.out_proj(out.permute(2, 0, 1, 3).reshape(n, batch, -1))
 

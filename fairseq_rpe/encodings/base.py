@@ -1,5 +1,6 @@
 """Base class of all encodings, and families of encodings that need only one method. ``interface`` has the hooks."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
@@ -15,6 +16,7 @@ from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.registry import Registry
 from fairseq_rpe.core.tensors import check_embedding_input
+from fairseq_rpe.core.window_bias import hide_far_keys
 from fairseq_rpe.encodings.optional_attention import OptionalAttention
 
 _WIDE = (torch.float32, torch.float64)
@@ -277,6 +279,15 @@ class DistanceBias(Encoding):
             return PairBias(self._pairwise)
         d = torch.arange(distances, device=pos.k.device, dtype=pos.k.dtype) * pos.step  # (R,)
         return ToeplitzBias(self.bias(d), step=pos.step)
+
+    def attention_bias(self, pos: Positions) -> Bias | None:
+        """Return the bias, with -inf outside the window; its table is computed for the distances in the window only."""
+        window, m = self.attention_options.local, pos.k.shape[1]
+        if not window or not self.is_distance_bias or not pos.contiguous or pos.step is None:
+            return super().attention_bias(pos)
+        columns = min(m, math.ceil(window / pos.step))
+        near = Positions(pos.q[:, -1:], pos.k[:, m - columns :], pos.step)
+        return hide_far_keys(self.position_bias(near), pos, self.heads, window)
 
     def _pairwise(self, i: Tensor, j: Tensor) -> Tensor:
         """Return the bias (B or 1, H, n, m) of all pairs of positions i (B or 1, n) and j (B or 1, m)."""

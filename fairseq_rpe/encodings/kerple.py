@@ -88,7 +88,7 @@ class _Kerple(DistanceBias):
         """Return the raw parameter (H,) and its constant offset; without a value it is drawn from U(0, high)."""
         if value is None:
             return nn.Parameter(value_range.to_raw(torch.rand(self.heads) * high)), 0.0
-        offset = value_range.to_raw(torch.tensor(value, dtype=torch.float64))
+        offset = value_range.to_raw(torch.tensor(value, dtype=torch.float64, device="cpu"))
         return nn.Parameter(torch.zeros(self.heads)), float(offset)
 
     def p(self, dtype: torch.dtype = torch.float32) -> Tensor:

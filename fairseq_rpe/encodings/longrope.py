@@ -189,7 +189,7 @@ def seed_factors(name: str, scale: float, like: Rotary) -> tuple[float, ...]:
     scaled = Rope(Rope.Config(**scaling, **rotation), like.heads, like.width, like.length)
     plain = Rope(Rope.Config(**rotation), like.heads, like.width)
     # inv_freq wants the current length, but only scalings with factor=auto and dynamic_ntk read its value
-    any_length = torch.ones(1, dtype=torch.float64)
+    any_length = torch.ones(1, dtype=torch.float64, device="cpu")
     factors = plain.inv_freq(any_length) / scaled.inv_freq(any_length)  # (P,)
     # Mathematically the factors do not decrease and are at least 1. The division rounds, so that a factor may be below
     # 1, or below the factor before it, by the last digit.

@@ -59,7 +59,9 @@ class Rope(Rotary):
     - logn: query i (the whole head) times ln(i+1)/ln L; ``clipped``: at least 1. It keeps the entropy of attention
       stable as the number of keys grows (Su 2021; Chiang & Cholak 2022, arXiv 2202.12172).
       ``base=500000,logn=clipped`` is entropy-aware ABF, Zhang et al. 2024 (arXiv 2401.07004), whose text leaves out the
-      first two layers. Here all layers are scaled, as in its code, because they share the encoding.
+      first two layers. Here all layers are scaled, as in its code, because they share the encoding. The option
+      ``query_scale=logn`` of every encoding has the factor of ``clipped``, with n for i+1, the number of keys that a
+      window leaves. The options differ in the last digits: this factor multiplies cos and sin, that one the query.
 
     If θ depends on T (dynamic_ntk, factor=auto), cached keys are rotated again in every step; deeper layers still see
     states that were computed when the input was shorter, as in any decoder with a KV cache.

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import is_pattern, parse_pattern
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import load_module, registry
+from fairseq_rpe.evaluation.generation_records import GenerationRequest
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.question_records import QuestionRequest
 from fairseq_rpe.evaluation.records import ExactMatchRequest, TextRequest
 from fairseq_rpe.runs import checkpoints
 
 LENGTH_MULTIPLES = (1, 2, 4, 8, 16)  # default evaluation lengths, in training lengths
-Request = TypeVar("Request", TextRequest, ExactMatchRequest, QuestionRequest)
+Request = TypeVar("Request", TextRequest, ExactMatchRequest, QuestionRequest, GenerationRequest)
 
 
 def default_lengths(
@@ -46,7 +48,7 @@ def default_lengths(
     corpus.check_folder(data, split)
     limits = _text_limits(data, split, blocks or str(trained.task.get("blocks")))
     transform = str(positions or trained.model.get("positions_eval") or "")
-    limits |= _position_limits(rpe or trained.encoding, transform or None, train_length)
+    limits |= position_limits(rpe or trained.encoding, transform or None, train_length)
     reason, limit = min(limits.items(), key=lambda item: item[1])
     candidates = [multiple * train_length for multiple in LENGTH_MULTIPLES]
     lengths = [length for length in candidates if length <= limit] or candidates[:1]
@@ -66,15 +68,22 @@ def _text_limits(data: Path, split: str, blocks: str) -> dict[str, int]:
     return limits
 
 
-def _position_limits(rpe: str, positions: str | None, train_length: int) -> dict[str, int]:
-    """Return upper limits of the length in tokens that positions set, by the sentence that explains them."""
+def position_limits(rpe: str, positions: str | None, train_length: int) -> dict[str, int]:
+    """Return upper limits of the length in tokens that positions set, by the sentence that explains them.
+
+    Args:
+        rpe: spec of an encoding, or a pattern of layers.
+        positions: spec of a position transform, or None.
+        train_length: training length in tokens.
+    """
     limits: dict[str, int] = {}
     if (limit := max_length(positions, train_length)) is not None:
         limits[f"'{positions}' has {limit} positions"] = limit
     with suppress(UserError):  # loading the model refuses an unknown or wrong encoding
-        cls, name, config = registry.resolve(rpe)
-        if (limit := cls.position_limit(config, train_length)) is not None:
-            limits[f"'{name}' has {limit} positions"] = limit
+        for spec in parse_pattern(rpe).specs if is_pattern(rpe) else (rpe,):
+            cls, name, config = registry.resolve(spec)
+            if (limit := cls.position_limit(config, train_length)) is not None:
+                limits[f"'{name}' has {limit} positions"] = limit
     return limits
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from fairseq_rpe.algorithms import build
@@ -14,8 +14,7 @@ from fairseq_rpe.evaluation.records import ExactMatchKey, ExactMatchResult
 from fairseq_rpe.reports.kind_report import KindReport, MetricTags
 from fairseq_rpe.reports.sweep_results import Accuracies, load_accuracies
 from fairseq_rpe.sweeps import grid
-from fairseq_rpe.sweeps.costs import forward_cost
-from fairseq_rpe.sweeps.grid import Evaluation, SweepRun
+from fairseq_rpe.sweeps.grid import Evaluation, ForwardPass, SweepRun
 from fairseq_rpe.sweeps.resolve import Inputs, Sweep
 from fairseq_rpe.sweeps.sweep_kind import SweepKind
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
@@ -71,18 +70,18 @@ class AlgorithmsReport(KindReport[Accuracies]):
         return metrics, {items: values[0] for items, values in results.values_by_length(task, method).items()}
 
 
-def exact_match_cost(key: ExactMatchKey) -> float:
-    """Return the cost of one exact-match accuracy: all examples of its length.
+def exact_match_pass(key: ExactMatchKey) -> ForwardPass:
+    """Return the tokens of one exact-match accuracy: all examples of its length.
 
     Args:
         key: task, split and number of items.
 
     Returns:
-        The cost; see :func:`~fairseq_rpe.sweeps.costs.forward_cost`.
+        The tokens.
     """
     task = build(key.algorithm)
     size = task.num_tokens(key.length)
-    return forward_cost(task.examples_per_length(key.split) * size, size)
+    return ForwardPass(task.examples_per_length(key.split) * size, size)
 
 
 def _evaluations(sweep: Sweep, run: SweepRun, method: Method) -> list[Evaluation]:
@@ -94,7 +93,7 @@ def _evaluations(sweep: Sweep, run: SweepRun, method: Method) -> list[Evaluation
     task = build(run.config.algorithm)
     if missing := task.missing_lengths(sweep.split, sweep.lengths):
         raise UserError(f"'{run.config.algorithm}' has {missing}")
-    requested = sorted(sweep.lengths or task.lengths(sweep.split))
+    requested = sorted(sweep.lengths or _lengths(run.config.algorithm, sweep.split))
     limit = max_items(method.positions_eval, task, sweep.split)
     lengths, skipped = grid.lengths_within_limit(limit, requested, method, task.length_unit)
     common = grid.common_arguments(run, method, lengths if sweep.lengths or skipped else ())
@@ -102,12 +101,18 @@ def _evaluations(sweep: Sweep, run: SweepRun, method: Method) -> list[Evaluation
     key = grid.method_key(ExactMatchKey, method, algorithm=run.config.algorithm, split=sweep.split)
     depths = task.depths(sweep.split) or (None,)
     keys = tuple(replace(key, length=n, depth=depth) for n in lengths for depth in depths)
-    costs = partial(_costs, keys)
-    return [Evaluation(command, keys, costs, skipped_lengths=skipped)]
+    passes = partial(_passes, keys)
+    return [Evaluation(command, keys, passes, skipped_lengths=skipped)]
 
 
-def _costs(keys: Sequence[ExactMatchKey]) -> list[float]:
-    return [exact_match_cost(key) for key in keys]
+@cache
+def _lengths(algorithm: str, split: str) -> tuple[int, ...]:
+    """Return the numbers of items of a task's examples; some tasks generate all examples to count them."""
+    return tuple(build(algorithm).lengths(split))
+
+
+def _passes(keys: Sequence[ExactMatchKey]) -> list[ForwardPass]:
+    return [exact_match_pass(key) for key in keys]
 
 
 KIND = AlgorithmsKind()

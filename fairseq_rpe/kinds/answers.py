@@ -22,8 +22,7 @@ from fairseq_rpe.runs import training_data
 from fairseq_rpe.runs.settings import make_plan
 from fairseq_rpe.runs.training_config import TrainingConfig
 from fairseq_rpe.sweeps import grid
-from fairseq_rpe.sweeps.costs import forward_cost
-from fairseq_rpe.sweeps.grid import Evaluation, SweepRun
+from fairseq_rpe.sweeps.grid import Evaluation, ForwardPass, SweepRun
 from fairseq_rpe.sweeps.recipes import FineTuningConfig, Preset, QuestionFolder, batch_per_process
 from fairseq_rpe.sweeps.resolve import Inputs, Sweep
 from fairseq_rpe.sweeps.sweep_kind import SweepKind
@@ -118,11 +117,11 @@ class AnswersReport(KindReport[Scores]):
         return {f"score_at/{length}": value for length, value in curve.items()}, curve
 
 
-def _costs(keys: Sequence[QuestionKey], data: Path) -> list[float]:
-    """Return the cost of all questions of a set at each length of the context."""
+def _passes(keys: Sequence[QuestionKey], data: Path) -> list[ForwardPass]:
+    """Return the tokens of all questions of a set at each length of the context."""
     sets = dataset.load_dataset(data).sets if data.is_dir() else None
     counts = [sets[key.set].splits[key.split].questions if sets else 1 for key in keys]
-    return [forward_cost(count * key.length, key.length) for count, key in zip(counts, keys, strict=True)]
+    return [ForwardPass(count * key.length, key.length) for count, key in zip(counts, keys, strict=True)]
 
 
 def _pretraining(sweep: Sweep, method: Method, seed: int, digest: str | None, logs_encodings: bool) -> SweepRun:
@@ -221,7 +220,7 @@ def _evaluation(sweep: Sweep, folder: QuestionFolder, run: SweepRun, method: Met
     words += ["--predictions", str(run.folder.path / "answers" / method.name)]
     words += grid.common_arguments(run, method, lengths)
     keys = request.keys_for_digest("") if data.is_dir() else _presumed_keys(request, method)
-    return Evaluation(words, tuple(keys), partial(_costs, keys, data), data, skipped_lengths=skipped)
+    return Evaluation(words, tuple(keys), partial(_passes, keys, data), data, skipped_lengths=skipped)
 
 
 def _presumed_keys(request: QuestionRequest, method: Method) -> list[QuestionKey]:

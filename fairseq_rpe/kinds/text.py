@@ -16,8 +16,7 @@ from fairseq_rpe.reports.kind_report import KindReport, MetricTags
 from fairseq_rpe.reports.sweep_results import Perplexities, load_perplexities
 from fairseq_rpe.runs import training_data
 from fairseq_rpe.sweeps import grid
-from fairseq_rpe.sweeps.costs import forward_cost
-from fairseq_rpe.sweeps.grid import Evaluation, SweepRun
+from fairseq_rpe.sweeps.grid import Evaluation, ForwardPass, SweepRun
 from fairseq_rpe.sweeps.resolve import Inputs, Sweep
 from fairseq_rpe.sweeps.sweep_kind import SweepKind
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
@@ -131,7 +130,7 @@ def _evaluations(sweep: Sweep, texts: _Texts, run: SweepRun, method: Method) -> 
         Evaluation(
             grid.command_line("eval", str(run.folder.checkpoints.last), str(data), *words),
             tuple(replace(key, data=digest, length=n) for n in lengths),
-            partial(_costs, data, sweep.split, lengths),
+            partial(_passes, data, sweep.split, lengths),
             data,
             name,
             skipped,
@@ -140,10 +139,10 @@ def _evaluations(sweep: Sweep, texts: _Texts, run: SweepRun, method: Method) -> 
     ]
 
 
-def _costs(data: Path, split: str, lengths: Sequence[int]) -> list[float]:
-    """Return the cost of all tokens of the split at each length."""
+def _passes(data: Path, split: str, lengths: Sequence[int]) -> list[ForwardPass]:
+    """Return all tokens of the split, at each length."""
     tokens = corpus.count_tokens(data, split)
-    return [forward_cost(tokens, length) for length in lengths]
+    return [ForwardPass(tokens, length) for length in lengths]
 
 
 KIND = TextKind()

@@ -53,14 +53,22 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
     attention_backend: str = _flag("auto", "auto, reference, sdpa, flex or triton")
     block: str = _flag(
         "classic",
-        "blocks of the layers: classic, or llama with RMSNorm, SwiGLU, no biases and unscaled embeddings; the "
-        "following flags change single options",
+        "blocks of the layers: classic, or llama with RMSNorm, SwiGLU, no biases and unscaled embeddings, or qwen3, "
+        "olmo2, gemma3, gpt-oss (without experts) or gpt-neox; the following flags change single options",
     )
     norm: Optional[str] = _flag(None, "layernorm or rmsnorm (default: that of --block)")
-    norm_eps: Optional[float] = _flag(None, "epsilon of every norm (default: 1e-5 for classic, 1e-6 for llama)")
-    norm_position: Optional[str] = _flag(None, "pre: x + f(N(x)), or output: x + N(f(x)) as in OLMo 2 (default: pre)")
+    norm_eps: Optional[float] = _flag(
+        None, "epsilon of every norm (default: that of --block, 1e-5 for classic, 1e-6 for llama)"
+    )
+    norm_position: Optional[str] = _flag(
+        None,
+        "pre: x + f(N(x)); output: x + N(f(x)) as in OLMo 2; sandwich: x + N2(f(N1(x))) as in Gemma 3; or parallel: "
+        "x + attention(N1(x)) + ffn(N2(x)) as in GPT-NeoX (default: that of --block, pre for classic and llama)",
+    )
     bias: Optional[str] = _flag(
-        None, "yes or no: biases of linear layers and layer norms (default: yes for classic, no for llama)"
+        None,
+        "yes: biases of linear layers and layer norms; qkv: only of the projections to queries, keys and values, as "
+        "in Qwen 2; or no (default: that of --block, yes for classic, no for llama)",
     )
     block_init: Optional[str] = _flag(
         None,
@@ -69,8 +77,8 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
     )
     activation_fn: Optional[ChoiceEnum([*utils.get_available_activation_fns(), *GATED_ACTIVATIONS])] = _flag(
         None,
-        "activation of feed-forward layers; swiglu and geglu multiply by a gate (default: that of the architecture "
-        "for --block classic, swiglu for llama)",
+        "activation of feed-forward layers; swiglu, geglu and clamped_swiglu (of gpt-oss) multiply by a gate "
+        "(default: that of --block, swiglu for llama; for classic that of the architecture)",
     )
     ffn_multiple: Optional[int] = _flag(
         None,
@@ -84,7 +92,9 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
         None, "width of an attention head (default: --decoder-embed-dim / --decoder-attention-heads)"
     )
     qk_norm: Optional[str] = _flag(
-        None, "RMSNorm of queries and keys before their rotation: none, head or whole, over all heads (default: none)"
+        None,
+        "RMSNorm of queries and keys before their rotation: none, head or whole, over all heads (default: that of "
+        "--block, none for classic and llama)",
     )
     logit_softcap: Optional[float] = _flag(
         None, "c of c*tanh(s/c), applied to the output logits s; 0: none (default: 0)"
@@ -238,10 +248,11 @@ def _complete_block_flags(args):
     values = {
         "norm": preset["norm"],
         "norm_eps": preset["norm_eps"],
-        "bias": "yes" if preset["bias"] else "no",
+        "bias": preset["bias"],
         "block_init": preset["init"],
         "activation_fn": preset.get("activation", "relu"),
-        "qk_norm": "none",
+        "qk_norm": preset.get("qk_norm", "none"),
+        "norm_position": preset.get("norm_position"),
         "logit_softcap": 0.0,
     }
     for name, value in values.items():
@@ -261,7 +272,7 @@ def _block_options(args):
         "norm": args.norm,
         "norm_eps": args.norm_eps,
         "norm_position": getattr(args, "norm_position", None) or ("pre" if args.decoder_normalize_before else "post"),
-        "bias": args.bias == "yes",
+        "bias": args.bias,
         "init": args.block_init,
         "qk_norm": args.qk_norm,
         "logit_softcap": args.logit_softcap,
@@ -272,8 +283,6 @@ def _block_options(args):
 
 def _refuse_block_options(args):
     """Raise UserError for options of the blocks that have no effect together; the decoder checks their values."""
-    if args.bias not in ("yes", "no"):
-        raise UserError(f"--bias is yes or no, not '{args.bias}'")
     if getattr(args, "ffn_multiple", None) is not None and str(args.activation_fn) not in GATED_ACTIVATIONS:
         raise UserError(
             f"--ffn-multiple sets the width of gated feed-forward layers, and --activation-fn {args.activation_fn} has "

@@ -36,6 +36,7 @@ _CONFIG_FIELDS = {
     "block": "block",
     "norm": "norm",
     "norm_position": "norm_position",
+    "bias": "bias",
     "block_init": "block_init",
     "kv_heads": "kv_heads",
     "head_dim": "head_dim",

@@ -179,12 +179,12 @@ def _check_combination(
     transforms = PositionTransforms(config.positions_train or IDENTITY, positions or "", length, config.seed, rank=0)
     check_transforms(transforms, built)
     choose_backend(config.attention_backend, built)
-    _check_blocks(config, built)
+    _check_blocks(config, plan, built)
     if config.separate_documents:
         check_separate_documents(built, (config.positions_train, positions))
 
 
-def _check_blocks(config: TrainingConfig, built: LayerEncodings) -> None:
+def _check_blocks(config: TrainingConfig, plan: TrainingPlan, built: LayerEncodings) -> None:
     """Check that the blocks of the model can be built, and that its encodings fit them."""
     size = model_size(config)
     blocks = DecoderConfig(
@@ -196,7 +196,7 @@ def _check_blocks(config: TrainingConfig, built: LayerEncodings) -> None:
         ffn_width=1,
         kv_heads=config.kv_heads,
         head_width=config.head_dim,
-        qk_norm=config.qk_norm or "none",
+        qk_norm=plan.settings.effective("qk_norm"),
     )
     blocks.check()
     check_encodings(blocks, built)

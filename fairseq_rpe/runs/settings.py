@@ -7,16 +7,26 @@ from typing import Any
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.checkpoints.model_sizes import find_size, full_arch_name
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.decoder.config import BLOCK_PRESETS
+from fairseq_rpe.decoder.config import BLOCK_PRESETS, DecoderConfig
 from fairseq_rpe.runs.defaults import check_arch, check_warmup, default_warmup, defaults_for
 from fairseq_rpe.runs.reserved_flags import check_extra
-from fairseq_rpe.runs.training_config import IDENTITY, OVERRIDABLE, SETTINGS, Sharing, TrainingConfig, TrainingSettings
+from fairseq_rpe.runs.training_config import (
+    BY_BLOCK,
+    IDENTITY,
+    OVERRIDABLE,
+    SETTINGS,
+    Sharing,
+    TrainingConfig,
+    TrainingSettings,
+)
 from fairseq_rpe.utils.files import sha256_of_files
 
 # settings in run.json; "last_update" is no option of a training
 _IDENTITY_KEYS = [*(name for name, s in SETTINGS.items() if s.is_identity), "last_update"]
 # settings that run.json lacks where they are None
 _OPTIONAL_KEYS = {"last_update", "finetune_from", *(name for name, s in SETTINGS.items() if s.is_recorded_if_changed)}
+# settings whose defaults are those of --block
+_BY_BLOCK = {name for name, s in SETTINGS.items() if s.default == BY_BLOCK}
 
 
 @dataclass(frozen=True)
@@ -66,8 +76,9 @@ class RunSettings(TrainingSettings):
     def default(self, name: str) -> Any:
         """Return the value that a setting takes effect with where it is None, given the architecture and the blocks."""
         preset = BLOCK_PRESETS[self.block or "classic"]
-        if name in ("norm", "block_init"):
-            return preset[name.removeprefix("block_")]
+        if name in _BY_BLOCK:
+            option = name.removeprefix("block_")
+            return preset.get(option, getattr(DecoderConfig, option))
         if name == "activation_fn" and "activation" in preset:
             return preset["activation"]
         if name == "activation_fn":

@@ -105,6 +105,11 @@ def _block_setting(name: str, help: str, metavar: str | None = None, **propertie
     return setting(help, metavar, option_name(name), passes_default=False, model_key=name, **properties)
 
 
+def _preset_setting(name: str, help: str, defaults: str, **properties: Any) -> Any:
+    """Declare a field for a flag of the model's blocks whose default is that of ``--block``."""
+    return _block_setting(name, help, default=BY_BLOCK, default_words=f"that of --block, {defaults}", **properties)
+
+
 def option_name(name: str) -> str:
     """Return the option of ``fairseq-rpe train`` for a field of :class:`TrainingConfig`."""
     return "--" + name.replace("_", "-")
@@ -239,14 +244,14 @@ class ModelSettings(OptimizationSettings):
     """
 
     arch: str | None = setting("model architecture", "NAME", "--arch", "-a", in_extension=False, default_words="tiny")
-    activation_fn: Literal["relu", "gelu", "gelu_accurate", "swiglu", "geglu"] | None = setting(
-        "activation of feed-forward layers; swiglu and geglu multiply by a gate",
+    activation_fn: Literal["relu", "gelu", "gelu_accurate", "swiglu", "geglu", "clamped_swiglu"] | None = setting(
+        "activation of feed-forward layers; swiglu, geglu and clamped_swiglu (of gpt-oss) multiply by a gate",
         None,
         "--activation-fn",
         is_reserved=False,
         passes_default=False,
         default=BY_ARCHITECTURE,
-        default_words="swiglu with --block llama; else relu for tiny, wiki103 and base, gelu for other sizes",
+        default_words="that of --block; with classic relu for tiny, wiki103 and base, gelu for other sizes",
         model_key="activation_fn",
         title="activation",
     )
@@ -275,7 +280,8 @@ class TrainingSettings(ModelSettings):
         compute_dtype: dtype of matrix products.
         block: blocks of the layers.
         norm: norm of the layers.
-        norm_position: where the norm of a sublayer is.
+        norm_position: where the norms of the sublayers are.
+        bias: which layers have biases.
         block_init: initial weights.
         kv_heads: number of key/value heads; None: as many as query heads.
         head_dim: width of an attention head; None: the model width divided by the heads.
@@ -316,19 +322,24 @@ class TrainingSettings(ModelSettings):
         default="fp32",
         model_key="compute_dtype",
     )
-    block: Literal["classic", "llama"] | None = _block_setting(
+    block: Literal["classic", "llama", "qwen3", "olmo2", "gemma3", "gpt-oss", "gpt-neox"] | None = _block_setting(
         "block",
-        "blocks of the layers: classic, or llama with RMSNorm, SwiGLU, no biases and unscaled embeddings",
+        "blocks of the layers: those of fairseq (classic) or of another model; gpt-oss without its experts",
         default="classic",
     )
-    norm: Literal["layernorm", "rmsnorm"] | None = _block_setting(
-        "norm", "norm of the layers", default=BY_BLOCK, default_words="layernorm in classic blocks, rmsnorm in llama"
+    norm: Literal["layernorm", "rmsnorm"] | None = _preset_setting(
+        "norm", "norm of the layers", "layernorm for classic, rmsnorm for llama"
     )
-    norm_position: Literal["pre", "output"] | None = _block_setting(
-        "norm_position", "pre: x + f(N(x)); output: x + N(f(x))", default="pre"
+    norm_position: Literal["pre", "output", "sandwich", "parallel"] | None = _preset_setting(
+        "norm_position",
+        "pre: x + f(N(x)); output: x + N(f(x)); sandwich: x + N2(f(N1(x))); parallel: x + attn(N1(x)) + ffn(N2(x))",
+        "pre for classic and llama",
     )
-    block_init: Literal["fairseq", "gpt2", "llama"] | None = _block_setting(
-        "block_init", "initial weights", default=BY_BLOCK, default_words="fairseq for classic blocks, llama for llama"
+    bias: Literal["yes", "qkv", "no"] | None = _preset_setting(
+        "bias", "biases; qkv: of queries, keys and values only", "yes for classic, no for llama", is_reserved=False
+    )
+    block_init: Literal["fairseq", "gpt2", "llama"] | None = _preset_setting(
+        "block_init", "initial weights", "fairseq for classic, llama for the others"
     )
     kv_heads: Count | None = _block_setting(
         "kv_heads", "key/value heads, each shared by as many query heads", "G", default="as many as query heads"
@@ -336,8 +347,8 @@ class TrainingSettings(ModelSettings):
     head_dim: Count | None = _block_setting(
         "head_dim", "width of an attention head", "D", default="the model width divided by the heads"
     )
-    qk_norm: Literal["none", "head", "whole"] | None = _block_setting(
-        "qk_norm", "RMSNorm of queries and keys: of each head, or of the whole vector of all heads", default="none"
+    qk_norm: Literal["none", "head", "whole"] | None = _preset_setting(
+        "qk_norm", "RMSNorm of queries and keys: of each head, or of all heads together", "none for classic and llama"
     )
     logit_softcap: NonNegative | None = _block_setting(
         "logit_softcap", "c of c*tanh(s/c), applied to the output logits s; 0: none", "C", default=0.0

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fairseq_rpe.sweeps.grid import SweepRun
+from fairseq_rpe.sweeps.grid import ForwardPass, SweepRun
 
 _BACKWARD = 3  # cost of a forward and a backward pass, relative to a forward pass
 _ATTENTION = 2000  # tokens of context at which attention costs as much as the rest of a small model
 
 
-def forward_cost(tokens: float, context: int) -> float:
+def forward_cost(work: ForwardPass) -> float:
     """Estimate the cost of a forward pass, in tokens of a forward pass with little context.
 
     Args:
-        tokens: number of tokens.
-        context: length of the context in tokens.
+        work: tokens that the model reads.
 
     Returns:
         The cost.
     """
-    return tokens * (1 + context / _ATTENTION)
+    return work.tokens * (1 + work.context / _ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class RunCost:
     def from_run(cls, run: SweepRun) -> RunCost:
         """Estimate the cost of a run."""
         s = run.plan.settings
-        update = _BACKWARD * forward_cost(s.batch_sentences * s.update_freq * s.nproc * s.tokens, s.tokens)
-        return cls(run.plan.updates, update, [cost for e in run.evaluations for cost in e.costs()])
+        update = _BACKWARD * forward_cost(ForwardPass(s.batch_sentences * s.update_freq * s.nproc * s.tokens, s.tokens))
+        return cls(run.plan.updates, update, [forward_cost(work) for e in run.evaluations for work in e.passes()])
 
     def spent(self, updates: int, results: int) -> float:
         """Return the cost spent after ``updates`` training updates and ``results`` results."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation import records
@@ -56,6 +56,18 @@ class Stage:
     starts_from_record: bool = False
 
 
+class ForwardPass(NamedTuple):
+    """Tokens that a model reads.
+
+    Attributes:
+        tokens: number of tokens.
+        context: length of the context in tokens.
+    """
+
+    tokens: float
+    context: int
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """One evaluation command of a run with the keys of its results.
@@ -64,8 +76,8 @@ class Evaluation:
         command: program and arguments of a process; they name the checkpoint by its path.
         keys: keys of the results. Their field ``checkpoint``, the digest of the checkpoint, is empty: it is known only
             after the training, and :meth:`SweepRun.remaining_stages` fills it in.
-        costs: estimates the cost of each result from the size of the data; see
-            :func:`~fairseq_rpe.sweeps.costs.forward_cost`.
+        passes: returns the tokens that the model reads for each result
+            (:class:`ForwardPass`), from the size of the data.
         data: text or question folder; None for a generated task.
         text_name: name that ``--eval-data`` or the preset gives to a further text; None for the text of the training,
             for generated tasks and for questions.
@@ -74,7 +86,7 @@ class Evaluation:
 
     command: list[str]
     keys: tuple[TextKey | ExactMatchKey | QuestionKey, ...]
-    costs: Callable[[], list[float]]
+    passes: Callable[[], list[ForwardPass]]
     data: Path | None = None
     text_name: str | None = None
     skipped_lengths: str = ""

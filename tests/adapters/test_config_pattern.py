@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import math
 
@@ -19,9 +20,11 @@ from fairseq_rpe.adapters.transformers import MODEL_TYPES, evaluate, pattern_fro
 # isort: split
 
 import transformers
+from small_models import TYPES_OF_TEXT, adapter_of, assert_close, logits, random_model, with_encoding
+from small_models import text as random_text
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-TYPES_OF_TEXT, WINDOW = 60, 16
+WINDOW = 16
 SIZES = {"vocab_size": TYPES_OF_TEXT, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128}
 SIZES |= {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
@@ -30,13 +33,13 @@ LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
 GLOBAL_ROPE = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0}
 OURS_YARN = "rope:base=500,scaling=yarn,factor=8,original_length=16,truncate=false"
-# type -> what differs from the defaults of its config, its pattern, and the keys that a cache of 49 tokens holds
+# type -> what differs from the defaults of its config, its pattern, and the keys that a cache of 29 tokens holds
 CONFIGS = {
-    "cohere2": ({"sliding_window": WINDOW}, "3*rope:interleaved=true,local=16|nope", [15, 15, 15, 49]),
+    "cohere2": ({"sliding_window": WINDOW}, "3*rope:interleaved=true,local=16|nope", [15, 15, 15, 29]),
     "gemma2": (
         {"sliding_window": WINDOW, "head_dim": 16, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
         "rope:local=16,softcap=5|rope:softcap=5",
-        [15, 49, 15, 49],
+        [15, 29, 15, 29],
     ),
     "gemma3_text": (
         {
@@ -44,7 +47,7 @@ CONFIGS = {
             "rope_parameters": {"sliding_attention": LOCAL_ROPE, "full_attention": GLOBAL_ROPE},
         },
         "2*rope:base=100,local=16|rope:base=5000,scaling=linear,factor=8",
-        [15, 15, 49, 15],
+        [15, 15, 29, 15],
     ),
     "gpt_oss": (
         {
@@ -52,7 +55,7 @@ CONFIGS = {
             "rope_parameters": {**YARN, "truncate": False},
         },
         f"{OURS_YARN},local=16,null_logit=learned|{OURS_YARN},null_logit=learned",
-        [15, 49, 15, 49],
+        [15, 29, 15, 29],
     ),
     "granite_swa": (
         {
@@ -61,7 +64,7 @@ CONFIGS = {
         },
         "rope:base=500,null_logit=learned|nope:local=16,null_logit=learned"
         "|rope:base=500,local=16,null_logit=learned|nope:local=16,null_logit=learned",
-        [49, 15, 15, 15],
+        [29, 15, 15, 15],
     ),
     "llama4_text": (
         {
@@ -70,7 +73,7 @@ CONFIGS = {
         },
         "3*rope:base=500000,interleaved=true,block=16"
         "|nope:query_scale=llama4,query_scale_value=0.1,query_scale_interval=8",
-        [15, 15, 15, 49],
+        [15, 15, 15, 29],
     ),
     "mistral": ({"sliding_window": WINDOW}, "rope:local=16", [15, 15, 15, 15]),
     "olmo3": (
@@ -79,14 +82,14 @@ CONFIGS = {
             "rope_parameters": {"sliding_attention": LOCAL_ROPE, "full_attention": {**YARN, "truncate": False}},
         },
         f"3*rope:base=100,local=16|{OURS_YARN}",
-        [15, 15, 15, 49],
+        [15, 15, 15, 29],
     ),
     "qwen3": (
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "head_dim": 8},
         "2*rope|2*rope:local=16",
-        [49, 49, 15, 15],
+        [29, 29, 15, 15],
     ),
-    "smollm3": ({}, "3*rope:base=2e+06|nope", [49, 49, 49, 49]),
+    "smollm3": ({}, "3*rope:base=2e+06|nope", [29, 29, 29, 29]),
     "starcoder2": ({"sliding_window": WINDOW}, "rope:local=16", [15, 15, 15, 15]),
 }
 PLAIN = ("gemma", "gpt_neox", "llama", "olmo", "olmo2", "qwen2", "stablelm")
@@ -96,43 +99,14 @@ def make_config(kind: str, **changes):
     return AutoConfig.for_model(kind, **{**SIZES, **(CONFIGS[kind][0] if kind in CONFIGS else {}), **changes})
 
 
-def random_model(config):
-    """With weights so large that positions and sinks show in every logit."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1 or name.endswith("sinks"):
-            torch.nn.init.normal_(weight, std=0.25 if weight.dim() > 1 else 1.0)
-    return model
+text = functools.partial(random_text, tokens=60)
 
 
 def make(kind: str, **changes):
     return random_model(make_config(kind, **changes))
 
 
-def with_encoding(model, *spec: str, **options):
-    """A copy of a model, with an encoding of ours."""
-    return use_encoding(copy.deepcopy(model), *spec, **options)
-
-
-def adapter_of(model):
-    return model.model.fairseq_rpe if model.base_model is model else model.base_model.fairseq_rpe
-
-
-def text(rows: int = 2, tokens: int = 60) -> torch.Tensor:
-    return torch.randint(4, TYPES_OF_TEXT, (rows, tokens), generator=torch.Generator().manual_seed(1))
-
-
-def logits(model, ids: torch.Tensor, **options) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids, **options).logits
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-def generate(model, ids: torch.Tensor, tokens: int = 40, **options):
+def generate(model, ids: torch.Tensor, tokens: int = 20, **options):
     return model.generate(
         ids, max_new_tokens=tokens, do_sample=False, output_logits=True, return_dict_in_generate=True, **options
     )

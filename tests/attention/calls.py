@@ -47,6 +47,7 @@ def outcome(
     *,
     rows: int = B,
     heads: int = H,
+    key_heads: int | None = None,
     width: int = D,
     dtype: torch.dtype = torch.float32,
     dropout: float = 0.0,
@@ -63,7 +64,10 @@ def outcome(
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    q, k, v = (drawn(rows, heads, length, width).requires_grad_(grads) for length in (n, m, m))
+    q, k, v = (
+        drawn(rows, number, length, width).requires_grad_(grads)
+        for number, length in ((heads, n), (key_heads or heads, m), (key_heads or heads, m))
+    )
     x, cotangent = drawn(rows, m, heads * width), drawn(rows, heads, n, width)
     pos = Positions.arange(n, m) if pos is None else pos
     pos = replace(pos, q=pos.q.to(device), k=pos.k.to(device))

@@ -27,14 +27,27 @@ KINDS = [
 ]
 
 
-def second(spec, n, backend="auto", *, m=None, constant=True, dtype=torch.float64, width=8, around=attend, **options):
+def second(
+    spec,
+    n,
+    backend="auto",
+    *,
+    m=None,
+    constant=True,
+    dtype=torch.float64,
+    width=8,
+    key_heads=H,
+    around=attend,
+    **options,
+):
     """Derivatives of a penalty on the first gradients; ``constant``: of an incoming gradient that needs none."""
     torch.manual_seed(0)
     encoding = build(spec, H, H * width, 64).to(dtype)
     with torch.no_grad():
         for p in encoding.parameters():
             p.add_(0.05 * torch.randn_like(p))
-    q, k, v = (torch.randn(2, H, length, width).to(dtype).requires_grad_() for length in (n, m or n, m or n))
+    sizes = (H, n), (key_heads, m or n), (key_heads, m or n)
+    q, k, v = (torch.randn(2, *size, width).to(dtype).requires_grad_() for size in sizes)
     notes = encoding.token_features(torch.randn(2, n, H * width).to(dtype)) if encoding.has_token_features else None
     out = around(q, k, v, encoding, backend=backend, features=notes, **options)
     grad = torch.randn(out.shape).to(dtype).requires_grad_(not constant)
@@ -105,10 +118,13 @@ def test_under_activation_checkpointing(spec):
     assert_same(second(spec, 150, "reference"), second(spec, 150, around=recomputed))
 
 
-@pytest.mark.parametrize(("spec", "n"), [("nope", 17), ("kerple_log", 9), ("fire", 17), ("alibi", 9)])
-def test_of_the_triton_kernels(spec, n):
+@pytest.mark.parametrize(
+    ("spec", "n", "key_heads"),
+    [("kerple_log:local=5", 9, 1), ("alibi:softcap=2,null_logit=learned", 9, 1), ("fire", 17, 2)],
+)
+def test_of_the_triton_kernels(spec, n, key_heads):
     pytest.importorskip("triton", reason="needs the package triton")
-    options = {"n": n, "m": 17, "dtype": torch.float32, "width": D}
+    options = {"n": n, "m": 17, "dtype": torch.float32, "width": D, "key_heads": key_heads}
     assert_same(*(second(spec, backend=name, **options) for name in ("reference", "triton")), 2e-4)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import doctest
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from calls import assert_same, lively
-from conftest import run
 from refusal import refused
 from specs import CONTENT_SPECS, representatives
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -230,28 +228,12 @@ def test_an_encoding_that_changes_scores():
             unable(7)
 
 
-# neither torch before it is needed nor fairseq and triton at all
-WITHOUT_OTHERS = """
-import sys, fairseq_rpe
-sys.modules["triton"] = None
-assert "attend" in dir(fairseq_rpe) and "torch" not in sys.modules
-from fairseq_rpe import *
-assert callable(attend) and "torch" in sys.modules
-import torch
-from fairseq_rpe.attention import BACKENDS
-assert list(BACKENDS) == ["reference", "sdpa", "flex", "triton"]
-x = torch.zeros(1, 1, 2, 4)
-assert attend(x, x, x, "alibi").shape == x.shape
-sys.exit(any(x.partition(".")[0] in ("fairseq", "omegaconf", "hydra") for x in sys.modules))
-"""
-
-
-def test_the_package_names_them_and_loads_them_late():
+def test_the_package_names_them():
+    """It loads them when they are used: test_without_fairseq.py."""
     assert fairseq_rpe.__all__ == ["RelativeAttention", "attend", "build"]
     assert set(fairseq_rpe.__all__) <= set(dir(fairseq_rpe))
     with pytest.raises(AttributeError, match="module 'fairseq_rpe' has no attribute 'attendd'"):
         _ = fairseq_rpe.attendd
-    run(sys.executable, "-c", WITHOUT_OTHERS)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -69,6 +69,7 @@ def test_the_sentinels_are_imported_where_the_path_is_not_safe(hostile):
     assert imported(hostile) == "json\n"
 
 
+@pytest.mark.release
 def test_training_in_a_process_of_its_own(hostile, corpus):
     """The user's own module is loaded there too, and named by the list."""
     (hostile / "mine.py").write_text(MINE)

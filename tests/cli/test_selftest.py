@@ -121,8 +121,9 @@ def test_gradients_are_compared_where_they_are_continuous(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(drawn.qkv[1:], inputs.qkv[1:], strict=True))
     assert all(torch.equal(x, x.float().double()) for x in inputs.qkv)
     monkeypatch.setattr(selftest, "problem_size", lambda device, backend: size)
+    monkeypatch.setattr(selftest, "CASES", ("backward", "padded"))
     results = selftest.run_tests("cpu", "sdpa", "fp32", "dape", first=True)
-    assert [x.state for x in results] == ["passed"] * 6 and max(x.error for x in results) < 0.5
+    assert [x.state for x in results] == ["passed"] * 2 and max(x.error for x in results) < 0.5
 
 
 def test_wrong_options_are_one_line(capsys):

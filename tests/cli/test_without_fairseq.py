@@ -1,4 +1,4 @@
-"""Where fairseq is not installed: what needs it says so in one line, the rest works."""
+"""Where fairseq and triton are not installed: what needs fairseq says so in one line, the rest works."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ from fairseq_rpe.core import UserError, errors
 
 WITHOUT = """
 import sys
-for name in ("fairseq", "fairseq_cli", "omegaconf", "hydra"):
+for name in ("fairseq", "fairseq_cli", "omegaconf", "hydra", "triton"):
     sys.modules[name] = None
+# the package loads torch when it is needed
+import fairseq_rpe
+assert "attend" in dir(fairseq_rpe) and "torch" not in sys.modules
+from fairseq_rpe import *
+assert callable(attend) and "torch" in sys.modules
+import torch
+from fairseq_rpe.attention import BACKENDS
+assert list(BACKENDS) == ["reference", "sdpa", "flex", "triton"]
+x = torch.zeros(1, 1, 2, 4)
+assert attend(x, x, x, "alibi").shape == x.shape
 from fairseq_rpe.cli.main import main
 for line in sys.stdin.read().splitlines():
     code = main(line.split())

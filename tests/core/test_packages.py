@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
-from conftest import PACKAGE, run
-from package_imports import ALLOWED_IMPORTS, FAIRSEQ, GLUE, PackageImports
+from conftest import PACKAGE
+from package_imports import ALLOWED_IMPORTS, FAIRSEQ, GLUE, SCIENCE, PackageImports, _reachable
 
 IMPORTS = PackageImports(PACKAGE)
 # Inside functions: packages that not everybody has, and those that read their surroundings when they are imported.
 OPTIONAL = {"huggingface_hub", "pyarrow", "submitit", "tokenizers", "triton", "pooch", "torchdiffeq", "rouge_score"}
-OPTIONAL |= {"datasets", "sklearn", "scipy"}
+OPTIONAL |= {"datasets", "lm_eval", "sklearn", "scipy"}
 # Inside functions as well, because they are slow to import and most calls of their files do without them.
 SLOW = {"matplotlib", "tensorboard", "torch", "numpy", "sentencepiece", "mpmath", "sympy", "flint", "tqdm", "jinja2"}
 FAIRSEQS = {"fairseq", "fairseq_cli"}
@@ -39,6 +38,15 @@ def test_only_packages_that_run_models_import_fairseq():
     # packages that come with it; one of them computes scores of answers too, and is imported alone there
     assert IMPORTS.importers("omegaconf", "hydra", "bitarray", "sacrebleu", "torchaudio", "cffi") <= GLUE
     assert IMPORTS.importers("sklearn") <= GLUE | {"questions"}
+
+
+def test_an_exported_model_needs_no_fairseq():
+    imported_by: dict[str, set[str]] = {name: set() for name in IMPORTS.files}
+    for item in IMPORTS.imports:
+        if IMPORTS.local(item.module) and not item.inside:
+            imported_by[item.file].add(IMPORTS.local(item.module))
+    packages = {IMPORTS.package(name) for name in _reachable("adapters.pretrained", imported_by)}
+    assert packages <= {*SCIENCE, "decoder", "adapters"}
 
 
 def test_rules_find_every_kind_of_violation(tmp_path):
@@ -98,10 +106,3 @@ def test_the_files_that_a_sweep_passes_are_listed_and_few():
         modules = {name.replace("/", ".") for name in files}
         imported = {IMPORTS.local(item.module) for item in IMPORTS.imports if item.file in {*modules, "cli.sweep"}}
         assert [name for name in modules - imported if not name.startswith(LOADED_BY_NAME)] == []
-
-
-WITHOUT = 'assert not {"matplotlib", "fairseq_rpe.modules.encoding_logger", "fairseq_rpe.analysis"} & set(sys.modules)'
-
-
-def test_models_load_no_figures():
-    run(sys.executable, "-c", f"import sys, fairseq_rpe.models\n{WITHOUT}", cwd=Path(PACKAGE).parent)

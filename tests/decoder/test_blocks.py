@@ -1,8 +1,9 @@
-"""The blocks of the plain decoder against those of transformers with the same weights, and their options."""
+"""The blocks of the plain decoder and their options; test_against_transformers.py compares them with other models."""
 
 from __future__ import annotations
 
 import math
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -10,11 +11,22 @@ from conftest import make_model, model_args
 from refusal import refused
 from torch import Tensor
 
+from fairseq_rpe.decoder.blocks import GATES
 from fairseq_rpe.decoder.cache import DecoderCache
-from fairseq_rpe.decoder.config import BLOCK_PRESETS, DecoderConfig, gated_ffn_width
+from fairseq_rpe.decoder.config import (
+    BIASES,
+    BLOCK_PRESETS,
+    GATED_ACTIVATIONS,
+    NORM_POSITIONS,
+    NORMS,
+    QK_NORMS,
+    DecoderConfig,
+    gated_ffn_width,
+)
 from fairseq_rpe.decoder.decoder import Decoder
 from fairseq_rpe.encodings.model import build_for_model
 from fairseq_rpe.positions.position_transforms import PositionTransforms
+from fairseq_rpe.runs.training_config import TrainingConfig
 
 VOCABULARY, PAD = 61, 1
 
@@ -40,117 +52,6 @@ def some_tokens(rows: int = 2, n: int = 23) -> Tensor:
     return torch.randint(4, VOCABULARY, (rows, n), generator=torch.Generator().manual_seed(1))
 
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": PAD,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0,
-}
-LLAMA = {"preset": "llama", "kv_heads": 2}
-# model of transformers: its further settings, and the options of the decoder
-MODELS = {
-    "Llama": ({"head_dim": 12, "rms_norm_eps": 1e-6}, {**LLAMA, "head_width": 12}),
-    "Qwen3": ({"head_dim": 8, "rms_norm_eps": 1e-6}, {**LLAMA, "qk_norm": "head", "head_width": 8}),
-    "Olmo2": ({"rms_norm_eps": 1e-5}, {**LLAMA, "qk_norm": "whole", "norm_position": "output", "norm_eps": 1e-5}),
-    "Gemma": (
-        {"head_dim": 16, "rms_norm_eps": 1e-6, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
-        {
-            **LLAMA,
-            "kv_heads": 1,
-            "head_width": 16,
-            "activation": "geglu",
-            "scale_embedding": True,
-            "share_embeddings": True,
-        },
-    ),
-}
-
-
-def pair(name: str) -> tuple[Decoder, torch.nn.Module]:
-    """Return a decoder and a model of transformers with the same random weights."""
-    pytest.importorskip("transformers")
-    from fairseq_rpe.adapters import _require_transformers  # noqa: F401
-
-    # isort: split
-    import transformers
-
-    settings, options = MODELS[name]
-    theirs = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**{**SIZES, **settings})
-    )
-    decoder = make_decoder(**options)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in theirs.parameters():  # norms too must differ from their initial weights
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-        for layer, other in zip(decoder.layers, theirs.model.layers, strict=True):
-            for projection in ("q_proj", "k_proj", "v_proj"):
-                getattr(layer.self_attn, projection).weight.copy_(getattr(other.self_attn, projection).weight)
-            layer.self_attn.out_proj.weight.copy_(other.self_attn.o_proj.weight)
-            for ours, there in (("fc1", "up_proj"), ("fc2", "down_proj"), ("fc_gate", "gate_proj")):
-                getattr(layer, ours).weight.copy_(getattr(other.mlp, there).weight)
-        offset = 1.0 if name == "Gemma" else 0.0  # Gemma's norms multiply by 1 + w
-        for ours, there in norm_pairs(decoder, theirs):
-            ours.weight.copy_(there.weight + offset)
-        decoder.embed_tokens.weight.copy_(theirs.model.embed_tokens.weight)
-        decoder.output_projection.weight.copy_(theirs.lm_head.weight)
-    return decoder, theirs.eval()
-
-
-def norm_pairs(decoder: Decoder, theirs) -> list:
-    """Return the norms of a decoder with those of a model of transformers."""
-    pairs = [(decoder.layer_norm, theirs.model.norm)]
-    for layer, other in zip(decoder.layers, theirs.model.layers, strict=True):
-        if decoder.config.norm_position == "output":
-            names = ("post_attention_layernorm", "post_feedforward_layernorm")
-        else:
-            names = ("input_layernorm", "post_attention_layernorm")
-        norms = (layer.self_attn_layer_norm, layer.final_layer_norm)
-        pairs += [(norm, getattr(other, name)) for norm, name in zip(norms, names, strict=True)]
-        if layer.self_attn.q_norm is not None:
-            pairs += [(getattr(layer.self_attn, n), getattr(other.self_attn, n)) for n in ("q_norm", "k_norm")]
-    return pairs
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_equal_those_of_transformers(name):
-    decoder, theirs = pair(name)
-    tokens = some_tokens()
-    ours, expected = decoder(tokens), theirs(tokens).logits
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    cache, steps, past = DecoderCache(), [], None
-    with torch.no_grad():
-        for n in (9, 10, 11, 16, 23):
-            steps.append(decoder(tokens[:, :n], cache))
-            step = theirs(tokens[:, n - steps[-1].shape[1] : n], past_key_values=past, use_cache=True)
-            past = step.past_key_values
-            torch.testing.assert_close(steps[-1], step.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat(steps, 1), expected.detach(), rtol=1e-5, atol=1e-5)
-    assert cache.layer(0).tensors[0].shape == (2, decoder.config.num_kv_heads, 23, decoder.config.head_dim)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_equal_those_of_transformers(name):
-    decoder, theirs = pair(name)
-    tokens = some_tokens()
-    for logits in (decoder(tokens), theirs(tokens).logits):
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    pairs = [*norm_pairs(decoder, theirs), (decoder.embed_tokens, theirs.model.embed_tokens)]
-    for layer, other in zip(decoder.layers, theirs.model.layers, strict=True):
-        pairs += [(getattr(layer.self_attn, n), getattr(other.self_attn, n)) for n in ("q_proj", "k_proj", "v_proj")]
-        pairs += [(layer.self_attn.out_proj, other.self_attn.o_proj), (layer.fc1, other.mlp.up_proj)]
-        pairs += [(layer.fc2, other.mlp.down_proj), (layer.fc_gate, other.mlp.gate_proj)]
-    for ours, there in pairs:
-        torch.testing.assert_close(ours.weight.grad, there.weight.grad, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("spec", ["alibi", "rope", "fire", "forgetting", "xpos", "t5_bias", "sinusoidal"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_fewer_key_heads_are_repeated_ones(spec, kv_heads):
@@ -169,7 +70,11 @@ def test_fewer_key_heads_are_repeated_ones(spec, kv_heads):
             torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"qk_norm": "head"}, {"qk_norm": "whole"}, {"kv_heads": 2}, {"preset": "llama"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"qk_norm": "head"}, {"qk_norm": "whole"}, {"kv_heads": 2}, *({"preset": name} for name in BLOCK_PRESETS)],
+    ids=str,
+)
 def test_bfloat16_products(options):
     tokens = some_tokens()
     narrow, wide = (make_decoder(compute_dtype=dtype, **options) for dtype in ("bf16", "fp32"))
@@ -238,7 +143,7 @@ def test_encodings_keep_their_initial_weights():
 def test_flags_of_a_model(task):
     model = make_model(task, "rope", block="llama", kv_heads=2, qk_norm="head", head_dim=12, logit_softcap=30.0)
     config = model.decoder.config
-    assert (config.norm, config.norm_eps, config.activation, config.bias) == ("rmsnorm", 1e-6, "swiglu", False)
+    assert (config.norm, config.norm_eps, config.activation, config.bias) == ("rmsnorm", 1e-6, "swiglu", "no")
     assert (config.init, config.scale_embedding, config.num_kv_heads, config.head_dim) == ("llama", False, 2, 12)
     assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
     assert model.decoder.layers[0].self_attn.k_proj.weight.shape == (24, 32)
@@ -247,17 +152,43 @@ def test_flags_of_a_model(task):
     assert mixed.decoder.layers[0].fc1.bias is not None and mixed.decoder.layers[0].fc_gate is None
 
 
+@pytest.mark.parametrize("preset", BLOCK_PRESETS)
+def test_flags_of_a_preset(task, preset):
+    """``--block`` alone sets each option of its row, and the others have the defaults of the configuration."""
+    config = make_model(task, "rope", block=preset).decoder.config
+    for name, value in {"norm_position": "pre", "qk_norm": "none", **BLOCK_PRESETS[preset]}.items():
+        assert getattr(config, name) == value, name
+
+
+def test_biases_of_queries_keys_and_values_alone(task):
+    model = make_model(task, "rope", block="llama", bias="qkv")
+    biased = {name.split(".")[-2] for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert biased == {"q_proj", "k_proj", "v_proj"}
+
+
+def test_every_choice_is_an_option_of_train():
+    """``fairseq-rpe train`` has the values that the decoder has; ``post`` is not offered there."""
+    hints = get_type_hints(TrainingConfig)
+    choices = {
+        name: get_args(get_args(hints[name])[0]) for name in ("block", "norm", "norm_position", "bias", "qk_norm")
+    }
+    expected = (tuple(BLOCK_PRESETS), NORMS, tuple(p for p in NORM_POSITIONS if p != "post"), BIASES, QK_NORMS)
+    assert tuple(choices.values()) == expected
+    assert {*GATED_ACTIVATIONS} == {*GATES} <= {*get_args(get_args(hints["activation_fn"])[0])}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"kv_heads": 3}, "--kv-heads 3 does not divide the 4 attention heads"),
         ({"qk_norm": "all"}, "--qk-norm is one of none, head, whole, not 'all'"),
         ({"norm": "rms"}, "--norm is one of layernorm, rmsnorm, not 'rms'"),
-        ({"block": "gemma"}, "--block is one of classic, llama, not 'gemma'"),
-        ({"bias": "maybe"}, "--bias is yes or no, not 'maybe'"),
+        ({"block": "gemma"}, "--block is one of classic, llama, qwen3, olmo2, gemma3, gpt-oss, gpt-neox, not 'gemma'"),
+        ({"bias": "maybe"}, "--bias is one of yes, qkv, no, not 'maybe'"),
         ({"block_init": "xavier"}, "--block-init is one of fairseq, gpt2, llama, not 'xavier'"),
-        ({"norm_position": "middle"}, "--norm-position is one of pre, post, output, not 'middle'"),
+        ({"norm_position": "middle"}, "--norm-position is one of pre, post, output, sandwich, parallel, not 'middle'"),
         ({"ffn_multiple": 32}, "--ffn-multiple sets the width of gated feed-forward layers, and --activation-fn relu"),
+        ({"norm_position": "parallel", "scale_resids": True}, "--scale-resids scales the residual of the feed-forward"),
         ({"head_dim": 6, "scale_heads": True}, "--scale-heads divides the model width into heads"),
         ({"logit_softcap": -1.0}, "--logit-softcap is a positive number, or 0 for none, not -1"),
         ({"logit_softcap": 9.0, "adaptive_softmax_cutoff": "20"}, "--logit-softcap: an adaptive softmax has no logits"),

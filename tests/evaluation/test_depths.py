@@ -13,7 +13,7 @@ from measuring import refusal, rows_of, without_seconds
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.evaluation import exact_match
-from fairseq_rpe.kinds.algorithms import exact_match_cost
+from fairseq_rpe.kinds.algorithms import exact_match_pass
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
 from fairseq_rpe.utils import json_files
 
@@ -100,4 +100,4 @@ def test_a_sweep_refuses_lengths_that_the_task_lacks_and_counts_the_tokens_of_a_
     task = build(TASK)
     assert task.examples_per_length("test") == 3 and task.examples_per_length("train") == 100 / 5
     key = exact_match.ExactMatchKey(checkpoint="", algorithm=TASK, split="test", length=80, depth=0.5)
-    assert exact_match_cost(key) == pytest.approx(3 * 80 * (1 + 80 / 2000))
+    assert exact_match_pass(key) == (3 * 80, 80)

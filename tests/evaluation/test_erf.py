@@ -263,7 +263,7 @@ def table(path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def test_command_writes_table_curve_and_figure(trained, corpus, tmp_path):
+def test_command_writes_table_curve_and_figure(trained, corpus, tmp_path, request):
     command = ("erf", trained, corpus, "--length", 20, "--rows", 5, "--blocks", 7, "--out", tmp_path, "--device", "cpu")
     shown = run_here(*map(str, command), "--quantised", "--batch-size", "3").stdout
     names = ["erf.csv", "erf.pdf", "erf.png", "erf_curve.csv", "erf_quantised.csv"]
@@ -284,6 +284,7 @@ def test_command_writes_table_curve_and_figure(trained, corpus, tmp_path):
     assert [float(row["trf_over_length"]) for row in pair] == pytest.approx(expected.tolist())
     mass = [float(row["erf_over_length"]) for row in pair]
     assert mass == pytest.approx(expected.tolist(), abs=0.3) and (mass[0], mass[-1]) == (0, 1)
+    request.getfixturevalue("undrawn")
     run_here(*map(str, command))
     for a, b in zip(rows, table(tmp_path / "erf.csv"), strict=True):  # batches change nothing
         assert float(a["n_emp_mean"]) == pytest.approx(float(b["n_emp_mean"]), abs=0.05)

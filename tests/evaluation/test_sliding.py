@@ -130,7 +130,7 @@ def table_of(folder) -> dict[tuple[str, int], dict[str, str]]:
     return {(row["mode"], int(row["window"])): row for row in csv.DictReader(lines)}
 
 
-def test_command_agrees_with_eval_and_with_any_number_of_workers(checkpoint, corpus, tmp_path, monkeypatch):
+def test_command_agrees_with_eval_and_with_any_number_of_workers(checkpoint, corpus, tmp_path, monkeypatch, undrawn):
     monkeypatch.setattr(sliding, "MAX_REPEATS", 1)
     command = ("sliding", checkpoint, corpus, "--windows", "8,16", "--stride", 4, "--device", "cpu")
     run_here(*map(str, command), "--first-tokens", "300", "--cached", "--out", tmp_path / "0")

@@ -68,7 +68,9 @@ print("blocks", sum(len(b) for b in batches), len(batches))
 QUICK = """
 import logging, sys, types
 logging.basicConfig(level=logging.INFO)
-import fairseq_rpe.evaluation.perplexity, torch
+import fairseq_rpe.models, torch
+assert not {'matplotlib', 'fairseq_rpe.modules.encoding_logger', 'fairseq_rpe.analysis'} & set(sys.modules)
+import fairseq_rpe.evaluation.perplexity
 assert not {'sklearn', 'scipy'} & set(sys.modules)
 torch.optim.Adam([torch.nn.Parameter(torch.ones(3))], lr=0.5).zero_grad()
 assert not any(name.startswith('torch._dynamo.') for name in sys.modules)
@@ -169,7 +171,10 @@ def test_a_refusal_is_one_line_and_a_bug_a_traceback(capsys, monkeypatch):
 
 
 def test_scores_of_other_tasks_and_the_compiler_are_imported_when_they_are_used():
-    """They are a third of fairseq's start, which also says nothing of tensorboardX; an optimizer alone uses neither."""
+    """They are a third of fairseq's start, which also says nothing of tensorboardX; an optimizer alone uses neither.
+
+    Models load no figures either.
+    """
     done = run(sys.executable, "-c", QUICK)
     assert done.stdout == "same\n" and "tensorboardX" not in done.stderr
 

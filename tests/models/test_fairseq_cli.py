@@ -1,4 +1,4 @@
-"""The plugin under fairseq's own commands: one training and one evaluation as processes, as users run them."""
+"""The plugin under fairseq's own commands: an evaluation as a process, as users run it; before a release a training."""
 
 from __future__ import annotations
 
@@ -64,19 +64,25 @@ def all_scored(corpus: Path, said: str) -> bool:
 
 @pytest.fixture(scope="module")
 def learned(corpus, made_once) -> Path:
-    """A kerple_log run of six updates with TensorBoard logs, trained at 32 tokens by a process."""
+    """A kerple_log run of six updates with TensorBoard logs, trained at 32 tokens."""
 
     def fill(folder: Path) -> None:
-        flags = training(corpus, folder, "--rpe", "kerple_log", "--tensorboard-logdir", folder / "tb", updates=6)
-        (folder / "log.txt").write_text(run(*PROCESS, "fairseq_cli.train", *flags).stdout)
+        log = train(corpus, folder, "--rpe", "kerple_log", "--tensorboard-logdir", folder / "tb", updates=6)
+        (folder / "log.txt").write_text(log)
 
     return made_once("kerple-log", fill)
+
+
+@pytest.mark.release
+def test_a_training_as_a_process_gives_the_same_model(corpus, learned, tmp_path):
+    run(*PROCESS, "fairseq_cli.train", *training(corpus, tmp_path, "--rpe", "kerple_log", updates=6))
+    assert_equal_models(tmp_path / "checkpoint_last.pt", learned / "checkpoint_last.pt")
 
 
 def test_any_length_scores_every_token(corpus, learned):
     """Of a process too, whose module of the command is ``__main__``."""
     done = run(*PROCESS, "fairseq_cli.eval_lm", *evaluation(corpus, learned / "checkpoint_best.pt", 32))
-    for said in (done.stdout + done.stderr, evaluate(corpus, learned / "checkpoint_best.pt", 9216)):
+    for said in (done.stdout + done.stderr, evaluate(corpus, learned / "checkpoint_best.pt", 2304)):
         assert all_scored(corpus, said) and float(re.search(r"Perplexity: ([\d.]+)", said).group(1)) > 1
 
 

@@ -98,6 +98,9 @@ def test_pruning_needs_a_bias_of_the_distance_in_every_layer(task):
     make_model(task, "alibi|kerple_log", attention_backend="sdpa").decoder.prune_attention(0.1)
     with refused("cannot be pruned"):
         make_model(task, "alibi|nope", attention_backend="sdpa").decoder.prune_attention(0.1)
+    for option in ("block=4", "softcap=2", "null_logit=zero"):  # before anything is computed
+        with refused(f"'alibi:{option}': the bound of pruning does not cover {option.split('=')[0]}"):
+            make_model(task, f"alibi|alibi:{option}", attention_backend="sdpa").decoder.prune_attention(0.1)
 
 
 def test_cut_off_pattern_is_logged(task, caplog):

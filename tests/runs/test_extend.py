@@ -194,7 +194,7 @@ def test_a_value_that_equals_one_of_the_checkpoint_does_not_drop_its_flags(tmp_p
 # what is carried out
 
 
-def test_cut_off_it_goes_on_and_the_new_checkpoint_has_the_old_length(short, corpus, tmp_path, monkeypatch):
+def test_cut_off_it_goes_on_and_the_new_checkpoint_has_the_old_length(short, corpus, tmp_path, monkeypatch, undrawn):
     """The one test here that trains: it fails after a checkpoint, and the same command goes on."""
     out = tmp_path / "out"
     command = ["extend", short, corpus, "--tokens", 64, "--rpe", YARN, "--lengths", "32,64", "--updates", 4]

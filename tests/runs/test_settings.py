@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ASKED = TrainingConfig(rpe="alibi", out=Path("x"), data=Path("d"), device="cpu")
 OTHERS = {"min_lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.0, "clip_norm": 0.0, "attention_dropout": 0.1}
-OTHERS |= {"activation_dropout": 0.2, "activation_fn": "gelu", "share_embeddings": True}
+OTHERS |= {"activation_dropout": 0.2, "activation_fn": "gelu", "share_embeddings": True, "bias": "qkv"}
 # any other number that a field may get
 OTHERS |= {
     name: 2 * default
@@ -109,6 +109,7 @@ def test_runs_of_before_are_the_same_runs():
     """With nothing said, and with the old values said."""
     defaults = {name: s.default for name, s in SETTINGS.items() if s.is_recorded_if_changed}
     defaults |= {"activation_fn": "relu", "norm": "layernorm", "block_init": "fairseq"}
+    defaults |= {"norm_position": "pre", "bias": "yes", "qk_norm": "none"}
     defaults |= {"kv_heads": None, "head_dim": None}  # which have no default of their own
     del defaults["min_lr"]  # which goes with a cosine only
     for found in (settings(), settings(**defaults)):

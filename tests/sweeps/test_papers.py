@@ -22,6 +22,7 @@ from fairseq_rpe.sweeps.recipes import Preset
 from fairseq_rpe.sweeps.sweep_record import Method
 
 BUILT_IN = recipes.names()
+LOADED = {name: recipes.load(name) for name in BUILT_IN}
 DRAWN = ["fire-lm-512", "fire-lm-large", "fire-lm-transfer"]  # their papers have figures, and no numbers
 WARPED = ["warping-algorithmic", "warping-lm"]
 EXTEND = [name for name in BUILT_IN if name.partition("-")[0] == "extend"]  # their papers stretch LLaMA
@@ -29,10 +30,10 @@ OWN = ["hybrids", "hybrids-passkey", "passkey", "retrieval", "survey-encodings"]
 UNPRINTED = ["warping-copy", *EXTEND, *OWN]  # a figure, of which no values are printed; or none of such models
 # a large model on several corpora, or tables of corpora and lengths, which no small corpus can show
 PAPER_ONLY = ["fire-lm-transfer", *(name for name in BUILT_IN if name.startswith("survey-") and name not in OWN)]
-SCALES = [(name, scale) for name in BUILT_IN for scale in recipes.load(name).presets]
+SCALES = [(name, scale) for name in BUILT_IN for scale in LOADED[name].presets]
 # those for answers: test_answer_recipes.py
-TRAINED = [name for name in BUILT_IN if recipes.load(name).kind != "answers"]
-RECIPES = [name for name in TRAINED if "paper" in recipes.load(name).presets]
+TRAINED = [name for name in BUILT_IN if LOADED[name].kind != "answers"]
+RECIPES = [name for name in TRAINED if "paper" in LOADED[name].presets]
 
 EXTRAPOLATION = {  # Exploring Transformer Extrapolation, Table 3; ReLU, untied and dropout: the authors' code
     "tokens": 512, "batch": 128, "updates": 50_000, "warmup": 4_000, "lr": 5e-4, "schedule": "inverse_sqrt",
@@ -102,9 +103,9 @@ def training_lengths(scale: Preset) -> list[tuple[int, int]]:
 
 def test_every_recipe_loads():
     assert set(WARPED) <= set(BUILT_IN) and BUILT_IN == sorted(BUILT_IN)
-    assert [recipes.load(name).kind for name in WARPED] == ["algorithms", "text"]
+    assert [LOADED[name].kind for name in WARPED] == ["algorithms", "text"]
     for name in BUILT_IN:
-        recipe = recipes.load(name)
+        recipe = LOADED[name]
         assert recipe.name == name and recipe.title and recipe.paper
         assert name in UNPRINTED or recipe.published.source
         for scale in recipe.presets.values() if name in RECIPES else ():
@@ -120,7 +121,7 @@ def test_every_method_builds_and_holds_the_longest_row(name, scale):
 
     Those of a few training lengths are evaluated as far as their positions reach.
     """
-    recipe = recipes.load(name)
+    recipe = LOADED[name]
     settings = recipe.preset(scale)
     chosen = recipe.select_methods(settings.methods or ("all",))
     assert {m.name for m in chosen} <= {m.name for m in recipe.methods}
@@ -144,7 +145,7 @@ def test_every_method_builds_and_holds_the_longest_row(name, scale):
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in UNPRINTED])
 def test_published_values_are_of_methods(name):
-    recipe = recipes.load(name)
+    recipe = LOADED[name]
     values = recipe.published.values
     assert bool(values) != (name in DRAWN) and set(values) <= {m.name for m in recipe.methods}
     assert name not in WARPED or {m.name for m in recipe.methods} - set(values) <= {"head-only", "tail-only"}
@@ -161,7 +162,7 @@ def test_published_values_are_of_methods(name):
 
 
 def test_every_recipe_is_in_the_table():
-    assert set(PAPERS) == set(RECIPES) and sum("desktop" in recipes.load(name).presets for name in RECIPES) == 4
+    assert set(PAPERS) == set(RECIPES) and sum("desktop" in LOADED[name].presets for name in RECIPES) == 4
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -186,7 +187,7 @@ def test_the_paper_scale_is_the_papers(name, tmp_path, monkeypatch):
         scored = [parse(line) for line in lines if line[0] in ("eval", "eval-task")]
         assert trained and scored and len(trained) + len(scored) == len(lines)
         vocabulary, wanted = expected.pop("vocabulary", None), expected.pop("lengths", None)
-        assert recipes.load(name).preset("paper").vocabulary == vocabulary
+        assert LOADED[name].preset("paper").vocabulary == vocabulary
         for one in scored if wanted else ():
             # L = 1024
             assert one.lengths == (wanted[:2] if one.positions_eval == "randomized:times=2,per=row" else wanted)
@@ -212,7 +213,7 @@ def test_the_model_has_as_many_parameters_as_published(name):
 
     from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
 
-    scale, dictionary = recipes.load(name).preset("paper"), Dictionary()
+    scale, dictionary = LOADED[name].preset("paper"), Dictionary()
     for n in range(scale.vocabulary - len(dictionary)):
         dictionary.add_symbol(str(n))
     task = LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
@@ -231,7 +232,7 @@ def test_scales_resolve(name, scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # the numbers of items follow from the examples, ten thousand of each task
     monkeypatch.setattr(algorithms.base.Algorithm, "lengths", lambda *_: [2, 3])
-    recipe = recipes.load(name)
+    recipe = LOADED[name]
     settings = recipe.preset(scale)
     # the further training of a method is as long as the recipe says
     methods = [one for one in recipe.select_methods(settings.methods or ("all",)) if one.continues is None]
@@ -266,7 +267,7 @@ def test_scales_resolve(name, scale, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "desktop" in recipes.load(name).presets])
+@pytest.mark.parametrize("name", [name for name in RECIPES if "desktop" in LOADED[name].presets])
 def test_the_desktop_scale_trains_for_long_enough_to_show_the_effect(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = dry_run("--recipe", name, "--preset", "desktop")
@@ -278,7 +279,7 @@ def test_the_desktop_scale_trains_for_long_enough_to_show_the_effect(name, tmp_p
         assert (one.betas, one.schedule, one.min_lr) == ((0.9, 0.95), "cosine", one.lr / 10)
     lengths = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 9216)
     assert {parse(line).lengths for line in lines if line[0] == "eval"} == {lengths}
-    published = recipes.load(name).published.values
+    published = LOADED[name].published.values
     assert len(published) == 9
     named = dry_run("--recipe", name, "--preset", "desktop", "--methods", " ".join(published))
     assert len([line for line in named if line[0] == "train"]) == 9
@@ -290,7 +291,7 @@ def test_warping_is_the_papers():
     """15 % of rows head-warped, 15 % tail-warped, rotary, interpolation at evaluation; the others are its controls."""
     configs = {}
     for name, times in (("warping-algorithmic", (10, 5, 3)), ("warping-lm", (16, 8, 2))):
-        methods = {m.name: m for m in recipes.load(name).methods}
+        methods = {m.name: m for m in LOADED[name].methods}
         assert methods["interpolation"] == Method("interpolation", "rope", positions_eval="interpolate")
         assert methods["rope"] == Method("rope", "rope") and methods["alibi"] == Method("alibi", "alibi")
         for method in methods.values():
@@ -322,42 +323,42 @@ def test_warping_is_the_papers():
 
 
 def test_ratios_of_the_warp():
-    methods = {m.name: m for name in ("warping-lm", "warping-lm-alpha") for m in recipes.load(name).methods}
+    methods = {m.name: m for name in ("warping-lm", "warping-lm-alpha") for m in LOADED[name].methods}
     for name, ratio in {"half": 2, "quarter": 4, "sixth": 6, "eighth": 8, "head-only": 6, "warping": 6}.items():
         assert (methods[name].rpe, methods[name].positions_eval) == ("rope", "interpolate")
         made = positions.build(methods[name].positions_train, 512)
         assert (made.config.head, made.config.tail) == ((0.15, 0.15) if name == "warping" else (0.3, 0))
         assert made.alphas.tolist() == pytest.approx([1 / ratio])
     assert positions.build(methods["tail-only"].positions_train, 512).config.skew == "beta"
-    assert [m.name for m in recipes.load("warping-lm-alpha").methods] == ["half", "quarter", "sixth", "eighth"]
+    assert [m.name for m in LOADED["warping-lm-alpha"].methods] == ["half", "quarter", "sixth", "eighth"]
 
 
 def test_table_b():
-    values = recipes.load("warping-lm-alpha").published.values
+    values = LOADED["warping-lm-alpha"].published.values
     assert {name: list(row.values()) for name, row in values.items()} == {
         "half": [19.06, 21.65, 26.18, 26.22, 32.26],
         "quarter": [19.34, 18.36, 18.19, 19.34, 20.88],
         "sixth": [19.57, 18.59, 18.36, 18.79, 19.48],
         "eighth": [19.87, 18.93, 18.62, 18.83, 19.31],
     }
-    assert recipes.load("warping-lm").published.values["randomized-2x"] == {"512": 19.83, "1024": 18.80}
-    three = recipes.load("warping-algorithmic").published.values["randomized-3x"]
+    assert LOADED["warping-lm"].published.values["randomized-2x"] == {"512": 19.83, "1024": 18.80}
+    three = LOADED["warping-algorithmic"].published.values["randomized-3x"]
     assert three == {"copy": 26.8, "reverse": 39.3, "sort": 43.0}
 
 
 def test_figure_3_copies_from_one_item_on_by_rope_and_alibi():
     for scale in ("laptop", "paper"):
-        (spec,) = recipes.load("warping-copy").preset(scale).algorithms
+        (spec,) = LOADED["warping-copy"].preset(scale).algorithms
         task = algorithms.build(f"{spec},train=300,test=400")
         assert (task.lengths("train"), task.lengths("test")) == (list(range(1, 11)), list(range(1, 21)))
-        assert MODEL_SIZES[recipes.load("warping-copy").preset(scale).arch].layers == 2
-    table = {m.name: m for m in recipes.load("warping-copy").methods}
+        assert MODEL_SIZES[LOADED["warping-copy"].preset(scale).arch].layers == 2
+    table = {m.name: m for m in LOADED["warping-copy"].methods}
     assert table["rope"] == Method("rope", "rope") and table["alibi"] == Method("alibi", "alibi")
 
 
 def test_the_small_scales_of_fires_models_show_their_subject():
     """A shorter training length, and a larger model at a lower learning rate, than fire-lm's at the same scale."""
-    usual, short, large = (recipes.load(f"fire-lm{name}").preset("laptop") for name in ("", "-512", "-large"))
+    usual, short, large = (LOADED[f"fire-lm{name}"].preset("laptop") for name in ("", "-512", "-large"))
     assert (short.tokens * 4, max(short.lengths)) == (usual.tokens, 16 * short.tokens)
     assert (
         MODEL_SIZES[large.arch].layers > MODEL_SIZES[usual.arch].layers
@@ -382,7 +383,7 @@ LENGTHS = [512, 768, 1024, 1280, 1536, 1792, *range(2048, 9217, 1024)]
 
 @pytest.mark.parametrize("name", TABLE_3)
 def test_published_perplexities(name):
-    values = recipes.load(name).published.values
+    values = LOADED[name].published.values
     for method, length, value in map(str.split, TABLE_3[name].split(", ")):
         assert values[method][length] == float(value)
     kinds = {"sinusoidal", "alibi", "kerple_log", "kerple_power", "sandwich", "type1", "type2", "inv_n", "inv_nlnn"}
@@ -390,9 +391,9 @@ def test_published_perplexities(name):
 
 
 def test_the_other_corpora_are_changes_of_the_first():
-    base = recipes.load("extrapolation-wikitext103")
+    base = LOADED["extrapolation-wikitext103"]
     for name in ("books", "github", "wikibook"):
-        recipe = recipes.load(f"extrapolation-{name}")
+        recipe = LOADED[f"extrapolation-{name}"]
         assert recipe.methods == base.methods and recipe.title != base.title
         laptop = recipe.preset("laptop")
         assert laptop.data == f"data-bin/{name}" and laptop.arch == "tiny"
@@ -408,7 +409,7 @@ def test_the_other_corpora_are_changes_of_the_first():
 
 def test_fire_and_its_ablations():
     """Tables 3 to 7: each ablation is another network, and FIRE-S has its parameters once."""
-    recipe = recipes.load("fire-lm")
+    recipe = LOADED["fire-lm"]
     assert recipe.published.measure == "log_ppl" and recipe.published.number_format == ".3f"
     values = recipe.published.values
     assert values["fire"]["8192"] == 3.056 and values["fire-no-log"]["8192"] == 3.334 and values["rope"]["512"] == 3.178
@@ -420,7 +421,7 @@ def test_fire_and_its_ablations():
     counts = {"fire fire-gelu": 1518, "fire-no-threshold fire-fixed-threshold": 1517, "fire-no-log": 1516}
     counts |= {"fire-1-layer fire-output-relu": 462, "fire-linear": 26}
     assert sizes == {name: count for names, count in counts.items() for name in names.split()}
-    shared = recipes.load("fire-lm-shared")
+    shared = LOADED["fire-lm-shared"]
     assert shared.preset("paper") == replace(recipe.preset("paper"), rpe_share="model", methods=("fire",))
     assert shared.published.values["fire"]["2048"] == 3.10
 
@@ -435,7 +436,7 @@ SURVEYED = {  # Table 3: of these encodings, at the training length and beyond i
 
 @pytest.mark.parametrize("name", SURVEYED)
 def test_the_surveys_table(name):
-    recipe, methods = recipes.load(name), ("sinusoidal", "t5_bias", "alibi", "rope")
+    recipe, methods = LOADED[name], ("sinusoidal", "t5_bias", "alibi", "rope")
     found = {method: tuple(row.values()) for method, row in recipe.published.values.items()}
     assert found == dict(zip(methods, SURVEYED[name], strict=True))
     assert tuple(m.name for m in recipe.methods) == methods and recipe.preset("paper").methods is None
@@ -460,7 +461,7 @@ EXTENDED = {  # method: encoding, encoding in evaluation, positions in training,
 
 
 def test_extended_four_times_and_read_at_sixteen_with_controls():
-    recipe = recipes.load("extend")
+    recipe = LOADED["extend"]
     for size, tokens in (("laptop", 64), ("desktop", 512), ("large", 2048)):
         scale = recipe.preset(size)
         assert (scale.tokens, scale.lengths) == (tokens, tuple(tokens * n for n in (1, 2, 4, 8, 16)))
@@ -479,7 +480,7 @@ def test_extended_four_times_and_read_at_sixteen_with_controls():
 
 @pytest.mark.parametrize("name", [name for name in EXTEND if name != "extend"])
 def test_each_way_to_extend_has_its_controls(name):
-    base, recipe = recipes.load("extend"), recipes.load(name)
+    base, recipe = LOADED["extend"], LOADED[name]
     assert recipe.methods == base.methods and recipe.title != base.title
     for size, scale in recipe.presets.items():
         assert {"rope", "rope-longer", name.partition("-")[2]} < set(scale.methods)

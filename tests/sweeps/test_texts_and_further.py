@@ -285,8 +285,9 @@ def test_a_run_waits_for_the_training_that_it_continues(recipe, corpus, tmp_path
     assert not yarn.folder.train_log.exists()
 
 
-def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, corpus, other, tmp_path, undrawn):
-    """SIGKILL of the sweep ends its trainers; the second call keeps what was finished before."""
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.release)])
+def test_a_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, corpus, other, tmp_path, undrawn, killed):
+    """SIGKILL of the sweep ends its trainers; the next call keeps what was finished before."""
     out = tmp_path / "out"
     command = ["sweep", corpus, "--recipe", recipe, "--eval-data", f"more={other}", "--out", out, "--jobs", "1"]
     command = [*map(str, command), "--device", "cpu"]
@@ -295,10 +296,11 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     finished = [first / "eval.jsonl", first / "checkpoints/checkpoint_last.pt"]
     before = [path.stat().st_mtime_ns for path in finished]
     assert len(json_files.read_json_lines(finished[0])) == 4
-    trainer = f"--save-dir\0{second}"
-    with begin([*PROGRAM, *command, *QUIET], tmp_path / "log") as process:
-        wait_for(lambda: processes_about("fairseq_rpe.runs.launch", trainer), process, tmp_path / "log")
-    wait_for(lambda: not processes_about(trainer))
+    if killed:
+        trainer = f"--save-dir\0{second}"
+        with begin([*PROGRAM, *command, *QUIET], tmp_path / "log") as process:
+            wait_for(lambda: processes_about("fairseq_rpe.runs.launch", trainer), process, tmp_path / "log")
+        wait_for(lambda: not processes_about(trainer))
     assert run_here(*command, *QUIET).stdout.count("| yarn") == 2  # a table for each text
     assert before == [path.stat().st_mtime_ns for path in finished]
 

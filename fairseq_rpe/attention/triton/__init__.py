@@ -15,6 +15,7 @@ from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced
 from fairseq_rpe.attention.prune import check_pruning
 from fairseq_rpe.core.bias import ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.window_bias import WindowedScaledDistanceBias
 
 HEAD_WIDTHS = range(32, 257, 8)  # narrower heads leave tensor cores idle, wider ones do not fit into shared memory
 
@@ -101,6 +102,8 @@ def unsupported_reason(plan: AttentionPlan) -> str | None:
         return "this encoding needs all scores of a query, which backend 'triton' never holds: use 'sdpa'"
     if plan.rotation_regions is not None:
         return "backend 'triton' rotates all pairs alike, which this encoding does not: use 'sdpa'"
+    if isinstance(plan.bias, WindowedScaledDistanceBias):
+        return "backend 'triton' has no window for a curve of straight pieces, such as fire's: use 'sdpa', or no window"
     if plan.bias is not None and not isinstance(plan.bias, (ToeplitzBias, ScaledDistanceBias)):
         return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
     return None

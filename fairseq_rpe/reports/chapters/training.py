@@ -232,7 +232,8 @@ def _training_facts(
 
 def _block_flags(settings: RunSettings) -> list[str]:
     """Return the options of the layers that differ from those of an architecture, as for ``fairseq-rpe train``."""
-    names = ("block", "norm", "norm_position", "block_init", "kv_heads", "head_dim", "qk_norm", "logit_softcap")
+    names = ("block", "norm", "norm_position", "bias", "block_init")
+    names += ("kv_heads", "head_dim", "qk_norm", "logit_softcap")
     values = {name: getattr(settings, name) for name in names}
     return [f"{option_name(name)} {value}" for name, value in values.items() if value is not None]
 
