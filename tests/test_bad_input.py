@@ -263,7 +263,8 @@ NUMBERS = {
     "a whole number from 1 to 1000000000": "--kv-heads --head-dim --answer-tokens --tokens --valid-tokens --min-tokens --questions "
     "--valid-questions --documents --save-every --log-interval --updates --batch-sentences --warmup --update-freq "
     "--log-encodings-every --lengths --max-tokens --batch-size --position-samples --windows --stride --first-tokens --samples "
-    "--population --iterations --beam --length --head --quantised --blocks --rows --train-length --batch --repeats",
+    "--population --iterations --beam --length --head --quantised --blocks --rows --train-length --batch --repeats "
+    "--devices --top-k",
     "a whole number from 1 to 4294967295": "--seed --seeds",
     "a whole number from 0 to 1000000000": "--node-rank --query --layers",
     "a whole number from 1 to 1024": "--nodes --nproc --jobs --heads",
@@ -271,17 +272,18 @@ NUMBERS = {
     "a whole number from 1 to 65536": "--model-width --vocabulary --head-width",
     "a number": "--depths --epsilon",
     "a number above 0 and at most 100": "--lr",
-    "a number from 0 on": "--min-lr --clip-norm --length-penalty --logit-softcap",
+    "a number from 0 on": "--temperature --min-lr --clip-norm --length-penalty --logit-softcap",
     "a number from 0 to 100": "--weight-decay",
-    "a number from 0 to below 1": "--dropout --attention-dropout --activation-dropout --betas",
-    "a number above 0": "--delta --base",
+    "a number above 0 and at most 1": "--utilisation --top-p",
+    "a number from 0 to below 1": "--min-p --dropout --attention-dropout --activation-dropout --betas",
+    "a number above 0": "--delta --base --tokens-per-second --tflops --memory --repetition-penalty",
 }
 OF_CORPORA = "a whole number from 0 to 9223372036854775808"  # and below 0, with the range said by another check
 ELSEWHERE = {
     option: f"a whole number from 1 to {most}"
     for option, most in (
         *(("sensitivity --head-width", 10**9), ("bias --width", 65536), ("bias --length", 2**24)),
-        *(("verdict --layers", 1024), ("trf --layers", 1024)),
+        *(("verdict --layers", 1024), ("trf --layers", 1024), ("plan --vocabulary", 10**9)),
     )
 }
 

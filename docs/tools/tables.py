@@ -27,8 +27,8 @@ from fairseq_rpe.decoder.config import BLOCK_PRESETS
 from fairseq_rpe.encodings.base import FAMILIES
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.cost_model import Hardware, estimate_runs, sum_runs
-from fairseq_rpe.sweeps.device_kinds import find_device
+from fairseq_rpe.sweeps.cost_model import estimate_runs, sum_runs
+from fairseq_rpe.sweeps.device_kinds import Hardware, find_device
 from fairseq_rpe.sweeps.grid import SweepRun
 from fairseq_rpe.sweeps.resolve import Sweep
 from fairseq_rpe.sweeps.sweep_kind import sweep_kind

@@ -3,7 +3,7 @@
 Importing this module registers the type with ``AutoConfig`` and ``AutoModelForCausalLM``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from fairseq_rpe.attention import AttentionPlan
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.decoder.blocks import DecoderLayer
 from fairseq_rpe.decoder.cache import DecoderCache
@@ -114,25 +114,22 @@ class FairseqRpeCache(Cache):
         raise UserError("this cache belongs to models of type fairseq_rpe: use DynamicCache for other models")
 
 
+class FairseqRpeLayer(GradientCheckpointingLayer, DecoderLayer):
+    """A layer of the decoder with transformers' switch of gradient checkpointing."""
+
+
 class FairseqRpeDecoder(Decoder):
-    """The decoder with transformers' switch of gradient checkpointing.
+    """The decoder of the model.
 
     Its parameters may be in half precision except those of encodings. Then matrix products have this precision whatever
     ``compute_dtype`` says.
     """
 
-    gradient_checkpointing = False
-    _gradient_checkpointing_func: Callable[..., Any]
+    layer_type = FairseqRpeLayer
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which matrix products have the compute dtype, if the parameters are in float32."""
         return super().autocast(device) if self.embed_tokens.weight.dtype == torch.float32 else nullcontext()
-
-    def _run_layer(self, layer: DecoderLayer, x: Tensor, plan: AttentionPlan, cache: DecoderCache | None) -> Tensor:
-        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
-            return super()._run_layer(layer, x, plan, cache)
-        out: Tensor = self._gradient_checkpointing_func(layer.__call__, x, plan)
-        return out
 
 
 class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -201,6 +198,7 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         documents: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
         **unsupported: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Compute the logits of the next tokens, and the loss if there are labels.
@@ -218,6 +216,7 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
             documents: (B, n) document numbers; neighbours with the same number form a document, which is read as if it
                 were alone in its row. None: a row is one text.
             num_items_in_batch: number of targets of all batches of an update, which the Trainer passes.
+            shift_labels: (B, n) targets of the same positions, in the place of ``labels``.
             unsupported: other arguments, which must be None or False.
 
         Returns:
@@ -237,12 +236,13 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
         indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.decoder.output_layer(features[:, indices].to(self.dtype))  # slice(0, None) has all tokens
         loss = None
-        if labels is not None:
+        if labels is not None or shift_labels is not None:
             counts = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counts)
+            targets = {"labels": labels, "shift_labels": shift_labels}
+            loss = self.loss_function(logits=logits, **targets, vocab_size=self.config.vocab_size, **counts)
         hidden_states = None
         if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
-            hidden_states = (*(state.transpose(0, 1) for state in states[:-1]), features)
+            hidden_states = (*states[:-1], features)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden_states)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
@@ -270,7 +270,7 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
                 f"'{self.config.rpe}' changes earlier tokens when the text grows, which a KV cache cannot follow: pass "
                 "use_cache=False"
             )
-        if self.training and self.decoder.gradient_checkpointing:
+        if self.training and self.is_activation_checkpointing:
             raise UserError("layers that are computed again would extend the cache twice: pass use_cache=False")
         return FairseqRpeCache() if past is None else past
 
@@ -322,17 +322,13 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
         return dict(self._tied_weights_keys)
 
     def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1, **others: Any
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         options = getattr(gradient_checkpointing_func, "keywords", {})
         if options.get("use_reentrant"):
             raise UserError("layers share biases, whose graph a reentrant checkpoint frees: pass use_reentrant=False")
-        if every_n_layers != 1:
-            raise UserError(f"every_n_layers={every_n_layers} is not supported: checkpoint every layer")
-        self.decoder.gradient_checkpointing = enable
-        self.decoder._gradient_checkpointing_func = partial(
-            torch.utils.checkpoint.checkpoint, **{**options, "use_reentrant": False}
-        )
+        checkpoint = partial(torch.utils.checkpoint.checkpoint, **{**options, "use_reentrant": False})
+        super()._set_gradient_checkpointing(enable, checkpoint, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave the initial weights as they are: the constructors of the modules set them."""

@@ -24,6 +24,7 @@ class GrowableBuffer:
 
     def __init__(self, memory: Tensor, used: int) -> None:
         self.memory, self.used = memory, used
+        self._written: Tensor | None = None  # the tensor of all written tokens that was returned last
 
     @classmethod
     def with_prefix(cls, old: Tensor, more: int, spare: int | None = None) -> "GrowableBuffer":
@@ -43,19 +44,21 @@ class GrowableBuffer:
     def can_append(self, old: Tensor, more: int) -> bool:
         """Return whether ``old`` is exactly the written memory, and ``more`` tokens fit after it."""
         memory, used = self.memory, self.used
-        return (
+        is_written = old is self._written or (
             old.data_ptr() == memory.data_ptr()
             and old.shape == (*memory.shape[:2], used, memory.shape[3])
             and old.stride() == memory.stride()
-            and used + more <= memory.shape[2]
-            and (torch.is_inference_mode_enabled() or not memory.is_inference())
         )
+        has_capacity = used + more <= memory.shape[2]
+        return is_written and has_capacity and (torch.is_inference_mode_enabled() or not memory.is_inference())
 
     def append(self, new: Tensor) -> Tensor:
         """Append new (B, H, n, D) and return all tokens (B, H, used, D)."""
-        start, self.used = self.used, self.used + new.shape[2]
-        self.memory[:, :, start : self.used] = new
-        return self.memory[:, :, : self.used]
+        start, more = self.used, new.shape[2]
+        self.used = start + more
+        self.memory.narrow(2, start, more).copy_(new)
+        self._written = written = self.memory.narrow(2, 0, self.used)
+        return written
 
     def select_rows(self, rows: Tensor) -> tuple[Tensor, "GrowableBuffer"]:
         """Return the tokens of rows (B',) int64 of the batch, and the new buffer of equal capacity that has them."""

@@ -74,8 +74,8 @@ class AttentionPlan:
     @property
     def is_content_dependent(self) -> bool:
         """Whether anything but q·k and the values depends on what the tokens are."""
-        hooks = (self.transform_scores, self.content_bias, self.relative_values)
-        return any(x is not None for x in hooks) or isinstance(self.bias, ContentBias)
+        has_hook = self.transform_scores is not None or self.content_bias is not None
+        return has_hook or self.relative_values is not None or isinstance(self.bias, ContentBias)
 
     @property
     def bias_may_need_grad(self) -> bool:

@@ -201,11 +201,14 @@ def _attend_single_query(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, d
     if q.is_cuda and q.dtype != wide and plan.last_query_bias is not None:
         return attend_by_key_head(_attend_in_blocks, q, k, v, plan, dropout)
     mask = None if plan.last_query_bias is None else plan.last_query_bias.to(wide)
-    by_key_head = k.shape[1], -1  # sizes of the axes of the key heads and of the query heads of each
-    if mask is not None and mask.shape[1] > 1:
-        mask = mask[:, :, 0].unflatten(1, by_key_head)  # (B or 1, G, r, m)
-    queries = contiguous_rows(q[:, :, 0].unflatten(1, by_key_head))
-    out = fused_attention(queries, contiguous_rows(k), contiguous_rows(v), mask).flatten(1, 2)[:, :, None]
+    if q.shape[1] == k.shape[1]:
+        out = fused_attention(contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), mask)
+    else:
+        by_key_head = k.shape[1], -1  # sizes of the axes of the key heads and of the query heads of each
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask[:, :, 0].unflatten(1, by_key_head)  # (B or 1, G, r, m)
+        queries = contiguous_rows(q[:, :, 0].unflatten(1, by_key_head))
+        out = fused_attention(queries, contiguous_rows(k), contiguous_rows(v), mask).flatten(1, 2)[:, :, None]
     return out if plan.fully_padded_rows is None else out.masked_fill(plan.fully_padded_rows, 0.0)
 
 

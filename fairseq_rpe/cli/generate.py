@@ -11,9 +11,9 @@ from fairseq_rpe.cli.options import (
     fraction,
     nonempty_text,
     nonnegative_float,
-    nonnegative_int,
     positive_float,
     positive_int,
+    seed,
     share,
 )
 from fairseq_rpe.cli.printing import add_json
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = "draw from tokens with at least P times the largest probability (default: 0)"
     parser.add_argument("--min-p", type=fraction, metavar="P", help=about)
     parser.add_argument("--samples", type=positive_int, metavar="N", help="texts per prompt (default: 1)")
-    parser.add_argument("--seed", type=nonnegative_int, metavar="N", help="seed of the samples (default: 1)")
+    parser.add_argument("--seed", type=seed, metavar="N", help="seed of the samples (default: 1)")
     about = "end a text before this string; may be repeated"
     parser.add_argument("--stop", type=nonempty_text, action="append", default=[], metavar="TEXT", help=about)
     about = "beam search of this width, whose texts end by </s>, in a text the line end, instead of sampling"
@@ -89,7 +89,10 @@ def run(args: argparse.Namespace) -> None:
     samples = [prompt for prompt in prompts for _ in range(prompt.options.samples or 1)]
     if is_text:
         printer = _TextPrinter(samples, args.echo, generator.codec.separator)
-        stats = generator.generate(prompts, printer.add_text, printer.end_text)
+        try:
+            stats = generator.generate(prompts, printer.add_text, printer.end_text)
+        except _OutputClosedError:
+            return  # as in `generate … | head`
     else:
         name = args.jsonl.name if args.jsonl else "prompts"
         with Progress(name, "texts", len(samples)) as bar:
@@ -102,6 +105,10 @@ def run(args: argparse.Namespace) -> None:
             stats = generator.generate(prompts, lambda *_: bar.refresh(), report)
     if stats.rows:
         print(stats, file=sys.stderr)
+
+
+class _OutputClosedError(Exception):
+    """Standard output accepts no more text."""
 
 
 class _TextPrinter:
@@ -151,3 +158,5 @@ class _TextPrinter:
         self._last = text
         sys.stdout.write(text)
         sys.stdout.flush()
+        if getattr(sys.stdout, "is_quiet", False):
+            raise _OutputClosedError

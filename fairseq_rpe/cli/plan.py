@@ -1,9 +1,12 @@
 """``plan``: estimate the costs of a sweep or of one training, without training."""
 
+from __future__ import annotations
+
 import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.cli.options import int_list, positive_float, positive_int, seed_list, share, spec, spec_list
 from fairseq_rpe.cli.printing import add_json
@@ -12,11 +15,13 @@ from fairseq_rpe.cli.train import add_fairseq_flags, add_settings
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.training_config import SETTINGS
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.cost_model import CHECKPOINTS, Hardware, RunEstimate, SweepTotals, estimate_runs, sum_runs
-from fairseq_rpe.sweeps.device_kinds import DEVICE_KINDS, find_device
+from fairseq_rpe.sweeps.device_kinds import DEVICE_KINDS, Hardware, find_device
 from fairseq_rpe.sweeps.resolve import Inputs, Sweep, load_inputs
 from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.utils.table import Cell, Table, TableRow
+
+if TYPE_CHECKING:
+    from fairseq_rpe.sweeps.cost_model import RunEstimate, SweepTotals
 
 _GIB = 2**30
 # settings that change no cost: names of folders and devices
@@ -157,6 +162,8 @@ def _inputs(sweep: Sweep) -> Inputs:
 
 def run(args: argparse.Namespace) -> None:
     """Run ``plan``."""
+    from fairseq_rpe.sweeps.cost_model import estimate_runs, sum_runs
+
     hardware = _hardware(args)
     sweep = planned_sweep(args)
     if args.rpe_module is not None:
@@ -267,6 +274,8 @@ def total_lines(
         hardware: devices of the estimate.
         devices: number of devices of all runs together.
     """
+    from fairseq_rpe.sweeps.cost_model import CHECKPOINTS
+
     count = "1 run" if totals.runs == 1 else f"{totals.runs} runs"
     yield (
         f"total of {count}: {totals.tokens:.3g} tokens, {totals.training_flops:.3g} FLOPs of training, checkpoints of "

@@ -1,7 +1,8 @@
 """Loads checkpoints without running code; a checkpoint that cannot be loaded is a UserError."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings.from_checkpoint import rename_encoding_weights, restore_encodings
 from fairseq_rpe.encodings.model_rotation import complete_spec_for_checkpoint
 from fairseq_rpe.encodings.rope_extrapolation import check_trained_rotation
+
+_continued: list[tuple[str, str]] = []  # spec and sharing of the model whose training loads a checkpoint
 
 
 @patch(utils, "_broadcast_object_slow")
@@ -51,6 +54,10 @@ def load_weights_only(original: Any, path: str, arg_overrides: Any = None, *args
         raise UserError(f"{path} is not a fairseq checkpoint: it lacks {error}") from None
     if replaces_encoding:
         state["model"] = rename_encoding_weights(saved, str(arg_overrides["rpe"]), state["model"])
+    elif _continued and "rpe" in saved.model:
+        spec, share = _continued[-1]
+        if (spec, share) != (saved.model["rpe"], saved.model.get("rpe_share", "auto")):
+            state["model"] = rename_encoding_weights(saved, spec, state["model"], share)
     replace_eval()  # again, because loading a task may have imported further modules of fairseq
     model = (state.get("cfg") or {}).get("model") or {}
     settings = vars(model) if isinstance(model, Namespace) else model
@@ -59,6 +66,24 @@ def load_weights_only(original: Any, path: str, arg_overrides: Any = None, *args
     if settings.get("rpe_module"):
         settings["rpe_module"] = None
     return state
+
+
+@patch(checkpoint_utils, "load_checkpoint")
+def load_training_checkpoint(original: Any, cfg: Any, trainer: Any, **passthrough_args: Any) -> Any:
+    """Load the checkpoint that a training starts from; the weights of encodings follow their layers."""
+    with _continue_as(trainer.cfg.model):
+        return original(cfg, trainer, **passthrough_args)
+
+
+@contextmanager
+def _continue_as(model: Any) -> Iterator[None]:
+    """Rename weights of encodings in loaded checkpoints to those of a model with the settings ``model``."""
+    spec = getattr(model, "rpe", None)
+    _continued.extend([] if spec is None else [(str(spec), str(getattr(model, "rpe_share", "auto")))])
+    try:
+        yield
+    finally:
+        _continued.clear()
 
 
 def _check(state: Checkpoint, changed: Mapping[str, object]) -> None:

@@ -44,6 +44,7 @@ class Decoder(nn.Module):
     """
 
     output_projection: nn.Module | None
+    layer_type: type[DecoderLayer] = DecoderLayer  # subclasses may have layers of another class
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Decoder(nn.Module):
         self.project_in_dim = make_projection(input_width, width) if input_width != width else None
         self.layernorm_embedding = make_norm(config, width) if config.embedding_norm else None
         self.layers = nn.ModuleList() if layers is None else layers
-        self.layers.extend(DecoderLayer(config, index) for index in range(config.layers))
+        self.layers.extend(self.layer_type(config, index) for index in range(config.layers))
         self.layer_norm = make_norm(config, width) if config.final_norm else None
         self.project_out_dim = make_projection(width, output_width) if self._projects_output() else None
         self._build_output()
@@ -178,7 +179,8 @@ class Decoder(nn.Module):
             cache: KV cache of the first m - n tokens, to which the others are appended; None: n = m.
             documents: (B, m) document numbers; neighbours with the same number form a document, which is read as if it
                 were alone in its row. None: a row is one text.
-            hidden_states: list to which the input and the output of each layer (n, B, C) are appended, or None.
+            hidden_states: list to which the input and the output of each layer (B, n, C) are appended, or None. They
+                are tensors of the graph, so that the loss has gradients with respect to them.
 
         Returns:
             (B, n, C) features of the n tokens that are not in the cache.
@@ -216,7 +218,7 @@ class Decoder(nn.Module):
         if self.needs_token_ids:  # the id of padding is -1, see Positions.tokens
             ids = all_tokens.masked_fill(all_tokens.eq(self.padding_idx), -1)
             positions = replace(positions, tokens=ids)
-        x = self._embed(tokens, positions).transpose(0, 1)  # (n, B, C)
+        x = self._embed(tokens, positions)  # (B, n, C)
         hidden_states.append(x)
         plans: dict[int, AttentionPlan] = {}  # by id of the encoding: layers that share an encoding share its plan
         for layer in self.layers:
@@ -224,8 +226,9 @@ class Decoder(nn.Module):
             encoding = self.layer_encoding(layer.index)
             if id(encoding) not in plans:
                 plans[id(encoding)] = self._build_plan(encoding, positions, padding, last_query, cache)
-            x = self._run_layer(layer, x, plans[id(encoding)], cache)
+            x = self._run_layer(layer, x.transpose(0, 1), plans[id(encoding)], cache).transpose(0, 1)
             hidden_states.append(x)
+        x = x.transpose(0, 1)  # (n, B, C)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
         x = x.transpose(0, 1)  # (B, n, C)

@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
         q = self._project(x, self.q_proj, self.q_norm, self.num_heads)  # (B, H, n, D)
         k = self._project(x, self.k_proj, self.k_norm, self.num_kv_heads)  # (B, G, n, D)
         v = self._project(x, self.v_proj, None, self.num_kv_heads)  # (B, G, n, D)
-        features = compute_token_features(x.transpose(0, 1), plan)
+        features = None if plan.token_features is None else compute_token_features(x.transpose(0, 1), plan)
         if cache is not None:
             k = rotate_keys(k, plan) if plan.keys_rotated else k
             k, v, features = cache.append(k, v, features, plan.cache_window)

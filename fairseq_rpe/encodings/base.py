@@ -441,7 +441,6 @@ class Rotary(Encoding):
         a, b = x[..., :rotated].chunk(2, dim=-1)  # (B, H, n, P) each
         return torch.cat([a * cos - b * sin, b * cos + a * sin, passed], dim=-1).to(x.dtype)
 
-    @torch.no_grad()
     def _cos_sin(self, at: Tensor, pos: Positions, key: bool) -> CosSin:
         """Return cos (repeated for both elements of a pair), sin with signs (-, +), and the scale of other elements.
 
@@ -454,14 +453,18 @@ class Rotary(Encoding):
         """
         cached = self._cos_sin_cache.get(key)
         if cached is None or cached.at is not at or cached.pos is not pos:
-            float_at = at if at.is_floating_point() else at.to(torch.float32)
-            # queries and keys at the same positions share the angles, but not the amplitude
-            angles = self._angle_cache
-            if angles is None or angles.at is not at or angles.pos is not pos:
-                angles = self._angle_cache = _CachedAngles(at, pos, self.angles(float_at, pos))
-            cos_sin = self._cos_sin_of_angles(angles.angles, float_at, pos, key)
-            cached = self._cos_sin_cache[key] = _CachedCosSin(at, pos, cos_sin)
+            cached = self._cos_sin_cache[key] = _CachedCosSin(at, pos, self._compute_cos_sin(at, pos, key))
         return cached.cos_sin
+
+    @torch.no_grad()
+    def _compute_cos_sin(self, at: Tensor, pos: Positions, key: bool) -> CosSin:
+        """Compute the result of ``_cos_sin``, which has its arguments."""
+        float_at = at if at.is_floating_point() else at.to(torch.float32)
+        # queries and keys at the same positions share the angles, but not the amplitude
+        angles = self._angle_cache
+        if angles is None or angles.at is not at or angles.pos is not pos:
+            angles = self._angle_cache = _CachedAngles(at, pos, self.angles(float_at, pos))
+        return self._cos_sin_of_angles(angles.angles, float_at, pos, key)
 
     def _cos_sin_of_angles(self, angles: Tensor, at: Tensor, pos: Positions, key: bool) -> CosSin:
         """Return the result of ``_cos_sin`` for angles (B or 1, n, P), uncached and with the angles' gradient."""

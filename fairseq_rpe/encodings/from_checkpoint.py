@@ -1,6 +1,6 @@
 """Restores trained encodings from a checkpoint, without allocating more memory than its weights justify."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,24 +72,50 @@ def trained_instances(state: Checkpoint) -> tuple[LayerGroup, ...]:
     return instances
 
 
-def rename_encoding_weights(state: Checkpoint, spec: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def match_checkpoint_weights(state: Checkpoint, index: Sequence[int]) -> list[Mapping[str, Tensor]]:
+    """Return the weights of each instance of a model that is trained further with other encodings.
+
+    Args:
+        state: settings and weights of a checkpoint that this plugin saved.
+        index: instance of each layer of the model.
+
+    Returns:
+        State dicts of the instances: those of the checkpoint's encodings in the same layers.
+
+    Raises:
+        UserError: the spec of the checkpoint is not valid, the model has another number of layers, or layers with
+            weights of their own would share an encoding.
+    """
+    trained = index_of_layers(trained_instances(state))
+    if len(trained) != len(index):
+        raise UserError(
+            f"{state.path} has {len(trained)} layers, and the new training builds {len(index)}: give the --arch and "
+            f"the flags of fairseq-train that it was trained with, such as --decoder-layers {len(trained)}"
+        )
+    return match_weights(state.encoding_weights, trained, index)
+
+
+def rename_encoding_weights(
+    state: Checkpoint, spec: str, weights: Mapping[str, Tensor], share: str | None = None
+) -> Mapping[str, Tensor]:
     """Return the weights of a checkpoint by the names that they have in a model with other encodings.
 
     The number in a name is that of the encoding's instance. With a pattern of layers, an encoding without parameters
-    that replaces another one can change the numbers of the following instances.
+    that replaces another one can change the numbers of the following instances. Another sharing changes them too.
 
     Args:
         state: settings and weights of a checkpoint that this plugin saved.
         spec: spec of the encoding that replaces the checkpoint's, or a pattern of layers.
         weights: weights of the model by the names in the checkpoint.
+        share: how the layers of the model share an encoding; None: as in the checkpoint.
 
     Raises:
         UserError: ``spec`` is not valid, or layers with weights of their own would share an encoding.
     """
-    if not is_pattern(spec) and not is_pattern(str(state.model["rpe"])):
+    if share is None and not is_pattern(spec) and not is_pattern(str(state.model["rpe"])):
         return weights
     trained = index_of_layers(trained_instances(state))
-    instances = instance_groups(spec, len(trained), str(state.model.get("rpe_share", "auto")))
+    instances = instance_groups(spec, len(trained), share or str(state.model.get("rpe_share", "auto")))
     matched = match_weights(state.encoding_weights, trained, index_of_layers(instances))
     others = {name: value for name, value in weights.items() if not name.startswith(ENCODING_PREFIX)}
     return others | {

@@ -176,7 +176,7 @@ class RPEDecoder(Decoder, FairseqIncrementalDecoder):
             raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
         states: list[Tensor] = []
         x = self.features(prev_output_tokens, _next_cache(incremental_state), documents, states)
-        return x, {"attn": [None], "inner_states": states}
+        return x, {"attn": [None], "inner_states": [state.transpose(0, 1) for state in states]}  # (n, B, C)
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
         """Select rows of the KV cache for beam search.

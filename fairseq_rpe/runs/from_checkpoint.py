@@ -17,6 +17,7 @@ from fairseq_rpe.checkpoints.checkpoint import check_model_size, check_vocabular
 from fairseq_rpe.checkpoints.model_sizes import full_arch_name
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import read_dictionary
+from fairseq_rpe.encodings.from_checkpoint import match_checkpoint_weights
 from fairseq_rpe.encodings.model import build_for_model, load_weights, sharing_modes
 from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELMConfig
 from fairseq_rpe.runs import checkpoints
@@ -186,7 +187,7 @@ def _check_encoding_weights(rpe: str, checkpoint: RpeCheckpoint, train_length: i
     model_encodings = build_for_model(
         rpe, heads, width, layers, train_length, share=sharing, head_width=checkpoint.head_width()
     )
-    if mismatch := load_weights(model_encodings, checkpoint.encoding_weights):
+    if mismatch := load_weights(model_encodings, match_checkpoint_weights(checkpoint, model_encodings.index)):
         raise UserError(
             f"--rpe {rpe} has other parameters than {checkpoint.path} has learned with '{checkpoint.encoding}' "
             f"({mismatch}): name that encoding, or one with the same parameters"

@@ -26,7 +26,7 @@ _LENGTH = "--rpe-train-length"
 # in the order of the fields of ModelSize
 _SIZES = ("--decoder-layers", "--decoder-embed-dim", "--decoder-attention-heads")
 _LAYERS_TO_KEEP = "--decoder-layers-to-keep"
-REPRESENTATIVE_LAYERS = 2  # layers to build: the encodings of all layers have the same parameters
+_REPRESENTATIVE_LAYERS = 2  # layers to build: the encodings of all layers have the same parameters
 
 
 class ModelSize(NamedTuple):
@@ -95,7 +95,7 @@ def model_encodings(
         rpe,
         size.heads,
         size.width,
-        size.layers if all_layers or is_pattern(rpe) else min(size.layers, REPRESENTATIVE_LAYERS),
+        size.layers if all_layers or is_pattern(rpe) else min(size.layers, _REPRESENTATIVE_LAYERS),
         int(length) if length.isdecimal() else plan.settings.tokens,
         read_dictionary(dictionary) if dictionary is not None and dictionary.is_file() else None,
         config.rpe_share or "auto",

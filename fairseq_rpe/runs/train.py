@@ -3,20 +3,23 @@
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+from torch import Tensor
 
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.checkpoints.checkpoint import check_model_size, check_vocabulary
 from fairseq_rpe.core.errors import DEBUG_VARIABLE, UserError, require_fairseq
 from fairseq_rpe.core.layer_pattern import is_pattern
 from fairseq_rpe.data.folder import read_dictionary
+from fairseq_rpe.encodings.from_checkpoint import match_checkpoint_weights
 from fairseq_rpe.encodings.model import LayerEncodings
 from fairseq_rpe.runs import checkpoints, environment, launch
 from fairseq_rpe.runs.child_output import ChildExit
 from fairseq_rpe.runs.launch import Node
-from fairseq_rpe.runs.model_check import REPRESENTATIVE_LAYERS, check_backend, check_model, check_replacement
+from fairseq_rpe.runs.model_check import check_backend, check_model, check_replacement, model_encodings
 from fairseq_rpe.runs.progress_view import ProgressView, TerminalProgressView
 from fairseq_rpe.runs.run_folder import CheckpointFolder, FinishedTraining
 from fairseq_rpe.runs.settings import TrainingPlan
@@ -44,7 +47,7 @@ def check_training(config: TrainingConfig, plan: TrainingPlan) -> None:
         )
     check_backend(config)
     if config.finetune_from is not None:
-        _check_start_checkpoint(config, config.finetune_from, encodings)
+        _check_start_checkpoint(config, plan, config.finetune_from, encodings)
     launch.count_gpus(config)  # raises UserError if there are too few
     folder = CheckpointFolder(config.out)
     names = (folder.last.name, folder.record_path.name)
@@ -53,14 +56,17 @@ def check_training(config: TrainingConfig, plan: TrainingPlan) -> None:
         check_output_folder(config.tensorboard, flag="--tensorboard")
 
 
-def _check_start_checkpoint(config: TrainingConfig, path: Path, encodings: LayerEncodings) -> None:
-    """Check that a training can start from a checkpoint: its size, vocabulary and the parameters of its encoding."""
+def _check_start_checkpoint(config: TrainingConfig, plan: TrainingPlan, path: Path, encodings: LayerEncodings) -> None:
+    """Check that a training can start from a checkpoint: its size, vocabulary and the parameters of its encodings."""
     checkpoint_file.check_file(path)
     checkpoint = checkpoints.load(path)
     check_model_size(checkpoint)
     if config.data is not None:
         check_vocabulary(checkpoint, read_dictionary(config.data / "dict.txt"), config.data)
-    trained = checkpoint.encoding_weights[: None if is_pattern(config.rpe) else REPRESENTATIVE_LAYERS]
+    trained: Sequence[Mapping[str, Tensor]] = checkpoint.encoding_weights
+    if "rpe" in checkpoint.model and (trained or is_pattern(checkpoint.encoding) or is_pattern(config.rpe)):
+        encodings = model_encodings(config, plan, all_layers=True)
+        trained = match_checkpoint_weights(checkpoint, encodings.index)
     check_replacement(encodings, config.rpe, checkpoint.encoding, trained, further=True)
 
 

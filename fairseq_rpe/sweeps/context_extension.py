@@ -16,11 +16,13 @@ from torch import Tensor
 
 from fairseq_rpe import positions
 from fairseq_rpe.checkpoints import checkpoint_file
-from fairseq_rpe.checkpoints.checkpoint import check_vocabulary
+from fairseq_rpe.checkpoints.checkpoint import ENCODING_PREFIX, check_vocabulary
 from fairseq_rpe.checkpoints.model_sizes import find_size
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import format_layers
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.encodings.from_checkpoint import match_checkpoint_weights
 from fairseq_rpe.encodings.model import build_for_model, sharing_modes
 from fairseq_rpe.evaluation.loading import check_language_model, separates_documents, training_blocks
 from fairseq_rpe.evaluation.perplexity import make_evaluator
@@ -34,7 +36,6 @@ from fairseq_rpe.runs.settings import TrainingPlan, make_plan
 from fairseq_rpe.runs.training_config import IDENTITY, TrainingConfig
 from fairseq_rpe.utils.files import remove_if_refused, write_via_temporary
 
-_PARAMETER_PREFIX = "decoder.encodings."
 _TINY_DEFAULTS, _DEFAULTS = {"updates": 100, "warmup": 10}, {"updates": 1000, "warmup": 20}
 
 
@@ -96,7 +97,7 @@ def resolve_extension(config: TrainingConfig, lengths: tuple[int, ...] | None, s
     doubles = {tokens, *(original << k for k in range(64) if original << k <= max_position)}
     eval_lengths = tuple(sorted({original, *(lengths or doubles)}))
     _check_blocks(config, data, tokens, split, max(eval_lengths))
-    config, new_parameters = _check_parameters(config, checkpoint, original, tokens)
+    config, learned, new_parameters = _check_parameters(config, checkpoint, original, tokens)
     config = replace(config, out=folder.checkpoints.path, extra=(*config.extra, "--rpe-train-length", str(original)))
     plan = make_plan(config, data_digest := corpus.corpus_digest(data))
     check_backend(config)
@@ -104,7 +105,7 @@ def resolve_extension(config: TrainingConfig, lengths: tuple[int, ...] | None, s
     with remove_if_refused(start):
         if new_parameters:
             # the training starts from another file now, which changes its plan
-            config = _write_start(start, config, checkpoint, new_parameters)
+            config = _write_start(start, config, checkpoint, learned, new_parameters)
             plan = make_plan(config, data_digest)
         if folder.checkpoints.finished_digest(plan) is None:
             train.check_training(config, plan)
@@ -259,10 +260,13 @@ def _check_length(config: TrainingConfig, checkpoint: RpeCheckpoint, original: i
 
 def _check_parameters(
     config: TrainingConfig, checkpoint: RpeCheckpoint, original: int, tokens: int
-) -> tuple[TrainingConfig, Mapping[str, Tensor]]:
-    """Return the configuration with a valid ``rpe_share``, and the initialised parameters that the checkpoint lacks.
+) -> tuple[TrainingConfig, Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Return the configuration with a valid ``rpe_share``, the learned parameters and those that the checkpoint lacks.
 
-    Raises UserError: the encoding lacks parameters of the checkpoint, or is a table of positions without trained rows.
+    The parameters have the names that they have in the new model. Learned ones stay in their layers.
+
+    Raises UserError: the encoding of a layer lacks parameters of the checkpoint, or is a table of positions without
+    trained rows.
     """
     path, option = checkpoint.path, f"--rpe {config.rpe}"
     heads, width, layers = (
@@ -275,17 +279,21 @@ def _check_parameters(
     torch.manual_seed(config.seed)
     sharing, head_width = config.rpe_share or "auto", checkpoint.head_width()
     built = build_for_model(config.rpe, heads, width, layers, original, symbols, sharing, head_width)
+    matched = match_checkpoint_weights(checkpoint, built.index)
     new, trained = (
-        {f"{_PARAMETER_PREFIX}{n}.{key}": value for n, layer in enumerate(states) for key, value in layer.items()}
-        for states in ([instance.state_dict() for instance in built], checkpoint.encoding_weights)
+        {f"{ENCODING_PREFIX}{n}.{key}": value for n, layer in enumerate(states) for key, value in layer.items()}
+        for states in ([instance.state_dict() for instance in built], matched)
     )
-    for name, value in trained.items():
-        if name not in new or new[name].shape != value.shape:
-            size = f" of {tuple(value.shape)}" if name in new else ""
-            raise UserError(
-                f"{option} has no parameter {name}{size}, which {path} has learned with '{checkpoint.encoding}': name "
-                "that encoding, or train from the start"
-            )
+    for instance, values in enumerate(matched):
+        for key, value in values.items():
+            name = f"{ENCODING_PREFIX}{instance}.{key}"
+            if name not in new or new[name].shape != value.shape:
+                size = f" of {tuple(value.shape)}" if name in new else ""
+                where = f" in layers {format_layers(built.layers(instance))}" if built.is_mixed else ""
+                raise UserError(
+                    f"{option} has no parameter {name}{size}{where}, which {path} has learned with "
+                    f"'{checkpoint.encoding}': name that encoding, or train from the start"
+                )
     untrained = {name: value for name, value in new.items() if name not in trained}
     encoding = built.layer(0)  # of all layers, if it acts at the input
     if encoding.embeds and encoding.position_type == "whole":
@@ -293,15 +301,20 @@ def _check_parameters(
             raise UserError(f"{option} is a table of positions that {path} has not learned: train from the start")
         # refuses more tokens than the table has rows
         encoding.embed(torch.zeros(1, tokens, width), Positions.arange(tokens))
-    return config, untrained
+    return config, trained, untrained
 
 
 def _write_start(
-    start: Path, config: TrainingConfig, checkpoint: RpeCheckpoint, new_parameters: Mapping[str, Tensor]
+    start: Path,
+    config: TrainingConfig,
+    checkpoint: RpeCheckpoint,
+    learned: Mapping[str, Tensor],
+    new_parameters: Mapping[str, Tensor],
 ) -> TrainingConfig:
     """Write a copy of the checkpoint with additional parameters; return the configuration that starts from it."""
     state, _ = checkpoint_file.read_file(checkpoint.path)
-    state["model"] = {**state["model"], **new_parameters}
+    others = {name: value for name, value in state["model"].items() if not name.startswith(ENCODING_PREFIX)}
+    state["model"] = {**others, **learned, **new_parameters}
     model = state["cfg"]["model"] if state.get("cfg") else state["args"]
     settings = model if isinstance(model, dict) else vars(model)
     settings |= {"rpe": config.rpe, "rpe_share": config.rpe_share or "auto"}  # the settings of its new weights

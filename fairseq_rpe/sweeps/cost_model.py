@@ -21,55 +21,11 @@ from fairseq_rpe.runs.memory import (
 )
 from fairseq_rpe.runs.model_check import check_model, model_encodings
 from fairseq_rpe.runs.model_config import trained_decoder
-from fairseq_rpe.sweeps.device_kinds import DeviceKind
+from fairseq_rpe.sweeps.device_kinds import Hardware
 from fairseq_rpe.sweeps.grid import SweepRun
 from fairseq_rpe.sweeps.resolve import Sweep
 
 CHECKPOINTS = 3  # files that a finished run keeps at most: of its last update, the last and the best one
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Devices that an estimate is for; None: unknown, so that the estimate leaves out what depends on it.
-
-    Attributes:
-        name: name of a device, for texts.
-        kind: its kind, from the list of known ones.
-        tflops: peak in TFLOP/s, in place of that of the kind.
-        memory: bytes of a device, in place of those of the kind.
-        utilisation: share of the peak that a training reaches.
-        tokens_per_second: measured tokens of a training that one device processes in a second, in place of a peak.
-    """
-
-    name: str = "device"
-    kind: DeviceKind | None = None
-    tflops: float | None = None
-    memory: float | None = None
-    utilisation: float = 0.3
-    tokens_per_second: float | None = None
-
-    @property
-    def device_memory(self) -> float | None:
-        """Bytes of a device."""
-        return self.kind.memory * 1e9 if self.memory is None and self.kind is not None else self.memory
-
-    def peak(self, compute_dtype: str) -> float | None:
-        """Return the peak in FLOP/s, None if it is unknown.
-
-        Raises:
-            UserError: no peak of the device is known for this dtype.
-        """
-        if self.tflops is not None:
-            return self.tflops * 1e12
-        if self.kind is None or self.tokens_per_second is not None:
-            return None
-        peak = self.kind.peak(compute_dtype)
-        if peak is None:
-            raise UserError(
-                f"the peak of {self.kind.title} in {compute_dtype} is not known here: give --tflops, or "
-                "--compute-dtype bf16"
-            )
-        return peak * 1e12
 
 
 @dataclass(frozen=True)

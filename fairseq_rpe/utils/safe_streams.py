@@ -27,6 +27,11 @@ class SafeStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether output is discarded, because a write has failed or the reader has closed the pipe."""
+        return self._quiet
+
     def write(self, text: str) -> int:
         """Write ``text``, or discard it after a failure; return its length."""
         if not self._quiet:

@@ -173,6 +173,8 @@ def test_loss_hidden_states_last_logits_documents_and_checkpointed_gradients():
     assert [tuple(state.shape) for state in output.hidden_states] == [(2, 12, 32)] * 3
     torch.testing.assert_close(model.decoder.output_layer(output.hidden_states[-1]), output.logits)
     torch.testing.assert_close(model(x, logits_to_keep=2).logits, output.logits[:, -2:])
+    torch.testing.assert_close(model(x[:, :-1], shift_labels=x[:, 1:].contiguous()).loss, expected)
+    assert all(grad.any() for grad in torch.autograd.grad(output.loss, output.hidden_states))
     documents = torch.tensor([[0] * 4 + [1] * 8]).expand(2, -1)
     torch.testing.assert_close(model(x, documents=documents).logits[:, 4:], model(x[:, 4:]).logits)
     gradients = []
@@ -181,7 +183,7 @@ def test_loss_hidden_states_last_logits_documents_and_checkpointed_gradients():
         model(x, labels=x).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
         model.activation_checkpointing_enable()
-    assert model.decoder.gradient_checkpointing
+    assert all(layer.gradient_checkpointing for layer in model.decoder.layers)
     torch.testing.assert_close(*gradients)
     with refused("reentrant checkpoint"):
         model.activation_checkpointing_enable({"use_reentrant": True})

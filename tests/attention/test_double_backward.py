@@ -120,7 +120,11 @@ def test_under_activation_checkpointing(spec):
 
 @pytest.mark.parametrize(
     ("spec", "n", "key_heads"),
-    [("kerple_log:local=5", 9, 1), ("alibi:softcap=2,null_logit=learned", 9, 1), ("fire", 17, 2)],
+    [
+        ("kerple_log:local=5", 9, 1),
+        ("alibi:softcap=2,null_logit=learned", 9, 1),
+        pytest.param("fire", 17, 2, marks=pytest.mark.release),
+    ],
 )
 def test_of_the_triton_kernels(spec, n, key_heads):
     pytest.importorskip("triton", reason="needs the package triton")

@@ -42,17 +42,20 @@ def release(spec, call):
 
 # every kind of bias (none, tables, curves, functions of two positions, those of the tokens) and every kind of call
 CALLS = [
-    *((spec, in_documents(301)) for spec in ("kerple_log", "fire", "deberta", "forgetting")),
+    *((spec, in_documents(301)) for spec in ("kerple_log", "forgetting")),
     ("tupe", padded(131)),
-    ("music:max_distance=9", padded(5, 41)),
     ("t5_bias", {"n": 1, "m": 33}),
     ("fire", padded(70) | {"dtype": torch.bfloat16}),
     (table(20, 2, 0.5), skipping(3, 33, start=0.25)),
-    ("type1", {"n": 5, "m": 41, "pos": warped(5, 41), "padding": left_padding(41)}),
     pytest.param("fire", {"n": 37, "pos": warped(37)}, marks=ON_CPU),
     pytest.param("fire:exact=true", {"n": 37}, marks=[ON_CPU, pytest.mark.release]),
     # each of these again in the other calls
-    *(release(spec, in_documents(301)) for spec in ("nope", "shaw:max_distance=5", "transformer_xl")),
+    *(
+        release(spec, in_documents(301))
+        for spec in ("nope", "fire", "deberta", "shaw:max_distance=5", "transformer_xl")
+    ),
+    release("music:max_distance=9", padded(5, 41)),
+    release("type1", {"n": 5, "m": 41, "pos": warped(5, 41), "padding": left_padding(41)}),
     *(release(spec, padded(131)) for spec in ("kerple_log", "fire", "deberta", "window:window=5")),
     *(release(spec, padded(5, 41)) for spec in ("alibi", "fire", "shaw:max_distance=5")),
     *(release("kerple_log", {"n": 37, "dtype": dtype}) for dtype in (torch.float16, torch.float64)),
@@ -97,8 +100,8 @@ def backward(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "call"),
     [
-        ("kerple_log", padded(131)),
         ("fire", padded(131)),
+        release("kerple_log", padded(131)),
         release("kerple_power", {"n": 131, "pos": warped(131), "padding": left_padding(131)}),
         release(dense, {"n": 131, "padding": left_padding(131)}),
         release("t5_bias", padded(131)),
@@ -220,7 +223,7 @@ def test_masks_are_kept_and_bounded():
     assert _causal_mask.cache_info().currsize == CACHED_MASKS
 
 
-@pytest.mark.parametrize(("spec", "even"), [("kerple_log", True), ("fire", True), ("kerple_log", False)])
+@pytest.mark.parametrize(("spec", "even"), [("kerple_log", True), ("fire", True), release("kerple_log", False)])
 def test_new_lengths_and_layers_do_not_compile_again(spec, even):
     """Nor batches as large as the number of blocks, nor another number of kinks."""
 

@@ -17,7 +17,11 @@ from fairseq_rpe.attention import flex as backend
 from fairseq_rpe.core import DenseBias, PointwiseBias, Positions, ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.encodings import build
 
-pytestmark = [ON_CPU, pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")]
+pytestmark = [
+    ON_CPU,
+    pytest.mark.release,  # other tests have the same functions without inductor: test_flex.py
+    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +50,13 @@ def inductor(monkeypatch):
     torch._dynamo.reset()
 
 
-def release(*values):
-    return pytest.param(*values, marks=pytest.mark.release)
-
-
 @pytest.mark.parametrize(
     ("spec", "kind"),
     [
         ("t5_bias:init_std=1", ToeplitzBias),
-        release("kerple_power", PointwiseBias),
-        release("window:window=40", PointwiseBias),
-        release("fire", ScaledDistanceBias),
+        ("kerple_power", PointwiseBias),
+        ("window:window=40", PointwiseBias),
+        ("fire", ScaledDistanceBias),
     ],
 )
 def test_equals_the_reference(spec, kind):
@@ -70,7 +70,6 @@ def test_equals_the_reference(spec, kind):
         assert counters["stats"]["unique_graphs"] == compiled
 
 
-@pytest.mark.release
 def test_matrix():
     bias = torch.randn(1, H, 150, 150)
     compare("flex", lambda device: (bias, DenseBias(bias)), n=150, padding=left_padding(150), grads=False)

@@ -34,12 +34,19 @@ H, D = 4, 32
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at -inf
+
+
+def release(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.release)
+
+
 # each option with each kind of bias that the kernels know; n queries, m keys and G key heads
 TRITON_CALLS = [
-    ("rope:local=6", 33, 33, 4),
-    ("kerple_log:local=20", 33, 50, 2),
+    release("rope:local=6", 33, 33, 4),
+    ("kerple_log:local=20", 9, 40, 2),
+    release("kerple_log:local=20", 33, 50, 2),
     ("kerple_log:local=6,softcap=2,null_logit=learned,query_scale=head", 33, 33, 2),
-    ("alibi:block=6", 33, 33, 4),
+    release("alibi:block=6", 33, 33, 4),
     ("alibi:block=17,softcap=3,null_logit=learned", 5, 40, 1),
     ("fire:softcap=2,null_logit=zero", 9, 20, 2),
     ("nope:null_logit=learned", 1, 20, 2),
@@ -71,12 +78,12 @@ def test_triton_equals_the_reference(spec: str, n: int, m: int, key_heads: int) 
 @needs_triton
 def test_triton_with_padding() -> None:
     spec = "kerple_log:local=6,softcap=2,null_logit=learned"
-    compare("triton", spec, n=19, heads=H, key_heads=2, padding=left_padding(19, 4))
+    compare("triton", spec, n=19, heads=2, key_heads=1, padding=left_padding(19, 4))
 
 
 @needs_triton
 def test_triton_in_half_precision() -> None:
-    call = {"n": 33, "heads": H, "key_heads": 2, "rows": 1, "dtype": torch.bfloat16}
+    call = {"n": 33, "heads": 2, "key_heads": 1, "rows": 1, "dtype": torch.bfloat16}
     spec = "kerple_log:local=9,softcap=2,null_logit=learned"
     a, b = (outcome(name, spec, **call) for name in ("triton", "reference"))
     assert all((a[name].float() - b[name].float()).norm() < 0.01 * b[name].float().norm() for name in b)

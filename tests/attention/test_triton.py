@@ -36,21 +36,37 @@ from fairseq_rpe.encodings import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at NaN and inf
 ROOT = Path(__file__).resolve().parents[2]
-# a call for each kind of bias, of visibility and of positions that the kernels are compiled for
+
+
+def case(name, spec, call, *marks):
+    return pytest.param(spec, call, id=name, marks=marks)
+
+
+def release(name, spec, call):
+    return case(name, spec, call, pytest.mark.release)
+
+
+# a call for each kind of bias, of visibility and of positions that the kernels are compiled for; before a release also
+# other sizes of these
 CALLS = [
-    *(pytest.param(spec, {"n": 37, "rows": 1}, id=f"{spec}-even") for spec in ("nope", "window:window=5")),
-    *(pytest.param("kerple_log", {"n": n, "rows": 1}, id=f"kerple_log-{n}") for n in (1, 16, 33)),
-    *(pytest.param("kerple_log", {"n": 17, "rows": 1, "width": width}, id=f"width {width}") for width in (40, 256)),
-    pytest.param("kerple_log", in_documents(37) | {"heads": 1}, id="documents"),
-    *(pytest.param("kerple_log", {"n": n, "m": m, "rows": 1}, id=f"{n} of {m}") for n, m in ((1, 50), (33, 70))),
-    pytest.param("alibi", padded(5, 41), id="5 of 41 with padding"),
+    case("nope-even", "nope", {"n": 37, "rows": 1}),
+    case("kerple_log-33", "kerple_log", {"n": 33, "rows": 1}),
+    case("width 40", "kerple_log", {"n": 17, "rows": 1, "width": 40}),
+    case("documents", "kerple_log", in_documents(37) | {"heads": 1}),
+    case("1 of 50", "kerple_log", {"n": 1, "m": 50, "rows": 1}),
+    case("5 of 41 with padding", "alibi", padded(5, 41)),
+    case("table 20 from 3", table(20, 3), {"n": 20, "rows": 1}),
+    case("two columns per token", table(50, 0, 0.5), {"n": 17}),
+    case("gaps with padding", table(40, 2), skipping(3, 33) | {"padding": left_padding(33, 2)}),
+    release("window-even", "window:window=5", {"n": 37, "rows": 1}),
+    *(release(f"kerple_log-{n}", "kerple_log", {"n": n, "rows": 1}) for n in (1, 16)),
+    release("width 256", "kerple_log", {"n": 17, "rows": 1, "width": 256}),
+    release("33 of 70", "kerple_log", {"n": 33, "m": 70, "rows": 1}),
     *(
-        pytest.param(table(columns, origin), {"n": 20, "rows": 1}, id=f"table {columns} from {origin}")
-        for columns, origin in ((5, 0), (20, 3), (50, 3))
+        release(f"table {columns} from {n}", table(columns, n), {"n": 20, "rows": 1})
+        for columns, n in ((5, 0), (50, 3))
     ),
-    pytest.param(table(50, 0, 0.5), {"n": 17}, id="two columns per token"),
-    pytest.param("kerple_log", skipping(33, start=0.25) | {"heads": 1}, id="gaps"),
-    pytest.param(table(40, 2), skipping(3, 33) | {"padding": left_padding(33, 2)}, id="gaps with padding"),
+    release("gaps", "kerple_log", skipping(33, start=0.25) | {"heads": 1}),
 ]
 
 
@@ -277,7 +293,7 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
         assert "compute capability 8.0" in refusal_reason(q, q, q, biased)
 
 
-@pytest.mark.parametrize("spec", ["fire:init_L=9", pytest.param("kerple_log", marks=pytest.mark.release)])
+@pytest.mark.parametrize("spec", ["kerple_log", pytest.param("fire:init_L=9", marks=pytest.mark.release)])
 def test_whole_model(task, spec):
     """Logits and every gradient of a model equal those with sdpa."""
     results = []

@@ -52,6 +52,19 @@ print("done")
 """
 
 
+# a command, and that it has imported neither what only other tasks and figures use nor torch's compiler
+LEAN = """
+import sys
+from fairseq_rpe.cli.main import main
+
+code = main(sys.argv[1:])
+heavy = {"sklearn", "scipy", "matplotlib", "tensorboardX"} & set(sys.modules)
+heavy |= {name for name in sys.modules if name.startswith("torch._dynamo.")}
+assert not heavy, heavy
+sys.exit(code)
+"""
+
+
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory) -> Path:
     """The folder of a finished run of 4 updates."""
@@ -298,7 +311,8 @@ def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
     out, tokens = tmp_path / "results" / "eval.jsonl", corpus_files.count_tokens(corpus, "test")
     command = ["eval", trained / LAST, corpus, "--device", "cpu", "--json", "--out", out]
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONWARNINGS": "error"}
-    done = run(*PROGRAM, *command, "--lengths", "32,100", "--log", tmp_path / "log", env={**os.environ, **ascii_only})
+    words = (*command, "--lengths", "32,100", "--log", tmp_path / "log")
+    done = run(sys.executable, "-c", LEAN, *words, env={**os.environ, **ascii_only})
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.stderr == ""
     assert [r["length"] for r in rows] == [32, 100]

@@ -30,19 +30,30 @@ def run_selftest(*words, ok=True):
     return run_here("selftest", "--device", "cpu", "--dtype", "fp32", *words, ok=ok)
 
 
-def test_every_encoding_is_right_and_told(tmp_path):
-    done = run_selftest("--backends", "sdpa", "--out", tmp_path)
+@pytest.mark.parametrize(
+    "specs",
+    [
+        # without and with a bias, a rotation, scores of the tokens, a curve, no key heads in common
+        ("nope", "alibi", "rope", "deberta", "fire", "floater", *selftest.OPTION_SPECS),
+        pytest.param(SPECS, marks=pytest.mark.release),
+    ],
+    ids=["some", "all"],
+)
+def test_encodings_are_right_and_told(specs, tmp_path):
+    """Other tests compare the backend itself on all encodings: tests/attention/test_sdpa.py."""
+    asked = ("--encodings", " ".join(specs)) if len(specs) < len(SPECS) else ()
+    done = run_selftest("--backends", "sdpa", *asked, "--out", tmp_path)
     told = json.loads((tmp_path / "selftest.json").read_text())
     cells = told["cells"]
     assert told["complete"] and told["machine"]["torch"] == torch.__version__
-    assert told["fairseq_rpe"] and "commit" in told and {one["encoding"] for one in cells} == set(SPECS)
+    assert told["fairseq_rpe"] and "commit" in told and {one["encoding"] for one in cells} == set(specs)
     assert [cell["case"] for cell in cells[:6]] == list(selftest.CASES)
     states = {cell["case"]: {c["state"] for c in cells if c["case"] == cell["case"]} for cell in cells}
     partly = {case: {"passed", "does not apply"} for case in ("warped", "grouped")}
     assert states == {case: {"passed"} for case in selftest.CASES} | partly
     assert all(cell["error"] <= 1 and cell["seconds"] > 0 for cell in cells if cell["state"] == "passed")
     head, *rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert head.split("|")[1].strip() == "sdpa, fp32" and len(rows) == 1 + len(SPECS)
+    assert head.split("|")[1].strip() == "sdpa, fp32" and len(rows) == 1 + len(specs)
     [nope] = [row for row in rows if row.startswith("| nope ")]
     assert nope.count(" ms") == 5 and "–" in nope  # it reads no positions
     assert re.search(r"\d+ passed, 0 failed, 0 refused; largest error passed: 0\.\d+", done.stdout)

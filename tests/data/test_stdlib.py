@@ -76,7 +76,7 @@ def test_neither_pieces_nor_the_place_of_the_folder_matter_but_names_do(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_sources(tmp_path / "copy")
-    monkeypatch.setattr(pipeline, "split_pieces", lambda blocks: split_pieces(blocks, 100))
+    monkeypatch.setattr(pipeline, "split_pieces", lambda blocks, size: split_pieces(blocks, min(size, 100)))
     monkeypatch.setattr(pipeline, "group_pieces", lambda pieces: group_pieces(pieces, 300))
     prepare_corpus(options(source, tmp_path / "corpus"), print)
     assert contents(tmp_path / "corpus") == contents(made)

@@ -112,13 +112,13 @@ def test_every_token_is_scored_once_at_its_position(sensitive, task, documents, 
 
 
 CASES = [
-    ("sinusoidal", ""),
     ("rope:scaling=yarn,factor=auto,original_length=32", ""),  # reads the row's length
-    ("kerple_log", "--positions-eval interpolate"),
     ("rope", " ".join(RANDOM)),  # draws for each block
-    ("alibi", "--rpe type1 --batch-size 3"),
     ("rope", "--blocks document --max-tokens 200"),
     ("rope", "--separate-documents"),
+    pytest.param("sinusoidal", "", marks=pytest.mark.release),
+    pytest.param("kerple_log", "--positions-eval interpolate", marks=pytest.mark.release),
+    pytest.param("alibi", "--rpe type1 --batch-size 3", marks=pytest.mark.release),
 ]
 
 
@@ -198,13 +198,19 @@ def test_logits_are_never_larger_than_a_tile(state, text, tmp_path, monkeypatch)
     assert sum(made) >= wanted["tokens"] * types and max(made) <= 16 * torch.get_num_threads() * 50
 
 
-@pytest.mark.parametrize("engine", ["fast", "fairseq"])
-def test_an_encoding_in_place_of_the_checkpoints_has_its_rotation(engine, state, text, tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "specs"),
+    [
+        ("fast", ["longrope:factors=1+1", "rope:scaling=linear,factor=1", "rerope:window=99"]),
+        ("fairseq", ["longrope:factors=1+1"]),
+    ],
+)
+def test_an_encoding_in_place_of_the_checkpoints_has_its_rotation(engine, specs, state, text, tmp_path):
     """What a spec leaves open is the checkpoint's: these change nothing, and the results name what was evaluated."""
     rotation = "base=500,rotary_fraction=0.5"
     command = ("eval", checkpoint_with(state, tmp_path, f"rope:{rotation}"), text, "--lengths", 37, "--engine", engine)
     [plain] = rows_of(*command)
-    for spec in ("longrope:factors=1+1", "rope:scaling=linear,factor=1", "rerope:window=99"):
+    for spec in specs:
         [row] = rows_of(*command, "--rpe", spec)
         assert row["ppl"] == pytest.approx(plain["ppl"], rel=1e-6), spec
         assert row["rpe"] == f"{spec},{rotation}"

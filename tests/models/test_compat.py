@@ -1,4 +1,4 @@
-"""Each repair of fairseq: what it prevents, shown to fail without it, and that it works."""
+"""Each repair of fairseq: that it works; before a release also what fails without it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +22,7 @@ import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.compat import quick_start
-from fairseq_rpe.compat.guards import check_eval_workers
+from fairseq_rpe.compat.guards import check_eval_workers, check_scored_tokens
 from fairseq_rpe.core import UserError
 
 PAYLOAD = "touched"
@@ -102,7 +101,7 @@ assert torch.allclose(weight, torch.tensor(0.5))
 optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(1))]})
 print('compiled')
 """
-# programs of the process without repairs, which runs them one after another
+# programs of the process without repairs, which runs them one after another, before a release
 UNREPAIRED = {
     "the package alone": "import fairseq_rpe.encodings, numpy; print(hasattr(numpy, 'compat'))",
     "numpy": "import fairseq; import numpy as np; np.compat.long",
@@ -127,18 +126,16 @@ print(json.dumps(answers))
 """
 
 
-@pytest.fixture(scope="module")
-def unrepaired(made_once) -> Callable[[str], tuple[str, str]]:
-    """The standard output and error of the programs in a process where fairseq is not repaired."""
-
-    def fill(folder: Path) -> None:
-        done = run(sys.executable, "-c", RUNNER, input=json.dumps(UNREPAIRED), cwd=folder)
-        (folder / "answers.json").write_text(done.stdout.splitlines()[-1])
-        assert (folder / PAYLOAD).exists(), "without the repair this very string of a configuration runs"
-
-    answers = json.loads((made_once("unrepaired", fill) / "answers.json").read_text())
-    assert answers["repairs"] == answers["the package alone"] == ["False\n", ""]  # it is imported without fairseq
-    return lambda name: tuple(answers[name])
+@pytest.mark.release
+def test_fairseq_fails_without_the_repairs(tmp_path):
+    """In a process that imports the package, which does not import fairseq; other tests have the repaired results."""
+    done = run(sys.executable, "-c", RUNNER, input=json.dumps(UNREPAIRED), cwd=tmp_path)
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert answers["repairs"] == answers["the package alone"] == ["False\n", ""]
+    assert (tmp_path / PAYLOAD).exists() and answers["eval"][0] == ""  # this string of a configuration has run
+    assert "AttributeError" in answers["numpy"][1] and "UnpicklingError" in answers["namespace"][1]
+    assert answers["resumed"][0].split() == ["False", "False", "True", "True", "6"]
+    assert "blocks 40 10" in answers["blocks"][0]
 
 
 def repaired(code: str) -> str:
@@ -170,10 +167,11 @@ def test_a_refusal_is_one_line_and_a_bug_a_traceback(capsys, monkeypatch):
     assert "ValueError: a bug" in capsys.readouterr().err
 
 
+@pytest.mark.release
 def test_scores_of_other_tasks_and_the_compiler_are_imported_when_they_are_used():
     """They are a third of fairseq's start, which also says nothing of tensorboardX; an optimizer alone uses neither.
 
-    Models load no figures either.
+    Models load no figures either. That a command imports none of them: tests/cli/test_cli.py.
     """
     done = run(sys.executable, "-c", QUICK)
     assert done.stdout == "same\n" and "tensorboardX" not in done.stderr
@@ -219,14 +217,12 @@ def test_whoever_asks_for_them_while_fairseq_starts_learns_that_they_are_there(m
     assert not {"sklearn", "sklearn.metrics", "scipy.stats"} & set(sys.modules)
 
 
-def test_numpy_compat(unrepaired):
-    assert "AttributeError" in unrepaired("numpy")[1]
+def test_numpy_compat():
     assert np.compat.long is int
 
 
-def test_namespace_checkpoints(unrepaired, tmp_path):
+def test_namespace_checkpoints(tmp_path):
     torch.save({"args": argparse.Namespace(a=1)}, tmp_path / "x.pt")
-    assert "UnpicklingError" in unrepaired("namespace")[1]
     assert checkpoint_file.read_file(tmp_path / "x.pt")[0]["args"].a == 1
     assert torch.load(tmp_path / "x.pt")["args"].a == 1  # as fairseq does afterwards
 
@@ -253,11 +249,10 @@ def test_anything_else_is_refused(text):
         compat.evaluate_literal(text)
 
 
-def test_no_fairseq_module_can_eval(unrepaired, tmp_path, monkeypatch):
+def test_no_fairseq_module_can_eval(tmp_path, monkeypatch):
     import fairseq.models.transformer_lm
     import fairseq.utils
 
-    assert unrepaired("eval")[0] == ""  # it ran, see the fixture
     monkeypatch.chdir(tmp_path)
     for evaluate in (fairseq.utils.eval_str_list, fairseq.utils.eval_str_dict, fairseq.utils.eval_bool):
         with pytest.raises(UserError):
@@ -289,8 +284,7 @@ def test_a_checkpoint_names_no_code_to_import_or_evaluate(task, tmp_path, monkey
     assert not (tmp_path / PAYLOAD).exists()
 
 
-def test_resumed_in_a_later_epoch_meets_the_same_batches(unrepaired):
-    assert unrepaired("resumed")[0].split() == ["False", "False", "True", "True", "6"]
+def test_resumed_in_a_later_epoch_meets_the_same_batches():
     assert repaired(RESUMED).split() == [*["True"] * 4, "6"]
 
 
@@ -337,8 +331,7 @@ def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     assert torch.load(target) == {"x": 1}
 
 
-def test_no_block_is_dropped(unrepaired):
-    assert "blocks 40 10" in unrepaired("blocks")[0]
+def test_no_block_is_dropped():
     assert "blocks 41 11" in repaired(BLOCKS)
 
 
@@ -352,7 +345,9 @@ def test_bf16_is_not_tpu(monkeypatch):
     assert options.parse_args_and_arch(options.get_training_parser(), [*flags, "--bf16", "--tpu"]).tpu
 
 
-def test_guard_counts_tokens():
+def test_guard_counts_tokens(monkeypatch):
+    """Also where the module of the command is ``__main__``, as in its process."""
+
     def expect(tokens: int, **flags: int) -> None:
         check_eval_workers(lambda *_, **__: None, None, SimpleNamespace(sizes=np.ones(tokens)), **flags)
 
@@ -370,8 +365,10 @@ def test_guard_counts_tokens():
                 scorer.generate(models, batch)
             return {"loss": 1.0}
 
-    compat.count_scored_tokens(Module)
-    compat.count_scored_tokens(Module)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", Module)
+        check_scored_tokens()
+        check_scored_tokens()
     expect(3)
     assert Module.eval_lm(None, [[[-1.0, -2.0], [-3.0]]])["scored_tokens"] == 3
     for scores, words in (([-1.0, -2.0], "scored 2 of 3 tokens"), ([-1.0, float("-inf"), 0.0], "probability 0")):

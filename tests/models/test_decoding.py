@@ -12,6 +12,8 @@ from specs import representatives
 from test_model import PAD, logits, tokens
 
 from fairseq_rpe.attention import AttentionPlan, kv_cache, reference, sdpa
+from fairseq_rpe.attention.backends import BACKENDS
+from fairseq_rpe.attention.forward import build_plan
 from fairseq_rpe.attention.kv_cache import GrowableBuffer, append_tokens
 from fairseq_rpe.core import Positions
 from fairseq_rpe.decoder.cache import DecoderCache
@@ -214,6 +216,18 @@ def positions_of(kind: str, m: int) -> Positions:
     k = {"plain": k, "half": k / 2, "spread": 2 * k, "warped": k**0.9}[kind]
     step = {"half": 0.5, "warped": None}.get(kind, 1.0)
     return Positions(k[:, -1:], k, step, contiguous=kind in ("plain", "half"))
+
+
+@pytest.mark.parametrize("spec", ["kerple_log", "kerple_log:local=4"])
+@torch.no_grad()
+def test_cached_table_has_every_distance(spec):
+    """A table of 2m columns is too short for 2m + 1 keys, and one of w columns for the first key outside a window w."""
+    encoding, cache = build(spec, 4, 32, 64), {}
+    for m in range(2, 7):
+        caches = (cache, None)
+        plans = (build_plan(encoding, Positions.arange(1, m), None, BACKENDS["sdpa"], bias_cache=x) for x in caches)
+        cached, computed = (plan.last_query_bias for plan in plans)
+        torch.testing.assert_close(cached, computed)
 
 
 @pytest.mark.parametrize("spec", ["nope", "window:window=5", "kerple_log", "fire"])

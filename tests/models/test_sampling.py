@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_model
 from test_generation import EOS, MOST, PROMPTS, SPECS, log_probs, loud
-from test_model import PAD
+from test_model import PAD, logits
 
 from fairseq_rpe.decoder.generation import DecodingState, greedy_search, greedy_steps, token_logprobs
 from fairseq_rpe.decoder.sampling import (
@@ -51,9 +51,9 @@ def test_the_most_likely_tokens_are_those_of_greedy_search(task, config):
 
 
 def test_frequencies_of_draws():
-    """Pearson's statistic of 10,000 draws, each from the generator of its own row."""
+    """Pearson's statistic of 2,000 draws, each from the generator of its own row."""
     probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.04, 0.01], dtype=torch.float64)
-    rows = [row([5], SamplingConfig(temperature=0.5), n) for n in range(10_000)]
+    rows = [row([5], SamplingConfig(temperature=0.5), n) for n in range(2000)]
     scores = (0.5 * probabilities.log()).expand(len(rows), -1)  # the temperature squares them back
     counts = choose_tokens(scores, torch.zeros(len(rows), 1, dtype=torch.int64), rows).bincount(minlength=6)
     expected = len(rows) * probabilities
@@ -117,6 +117,20 @@ def test_a_row_does_not_depend_on_its_batch(task):
         assert sum(token_logprobs(model, prompt, tokens)) == pytest.approx(total, abs=1e-4)
         scores = log_probs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
         assert float(scores.gather(1, torch.tensor(tokens)[:, None]).sum()) == pytest.approx(total, abs=1e-4)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_model_can_be_trained_after_it_has_generated(task, spec):
+    """Tensors that encodings keep from generation, which runs in inference mode, do not reach the backward pass."""
+    gradients = []
+    for generates in (False, True):
+        model = make_model(task, spec)
+        if generates:
+            sampled(model, [row(PROMPTS[0], SamplingConfig(), most=3)])
+        model.train()
+        logits(model, torch.tensor([PROMPTS[0]])).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert gradients[0] and all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "rope:local=4", "alibi"])

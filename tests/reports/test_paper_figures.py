@@ -188,21 +188,29 @@ def check_fits(figure: Figure, name: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", WIDTHS)
-def test_every_figure_fits_the_width_of_a_paper(name):
+def test_figures_fit_the_width_of_a_paper(name):
+    """Lines with a legend, two panels with one legend, and bars; before a release all others."""
     with style.figures_at_width(name):
         made = comparisons(FEW[:4])
-        named = {what: made[what]() for what in (made if name == "column" else ("perplexity", "models"))}
-        setting = warping.WarpSetting(20)
-        if name == "column":  # a page has more room
-            for stem in ("figure-2-raw-attention", "figure-A-interpolation", "sensitivity-at-the-end"):
-                compute, draw = warping.FIGURES[stem]
-                named[stem] = draw(setting, compute(setting))
-            maps = {spec: bias_map(build(spec, 4, 64), 9, [1])[0][0] for spec in ("alibi", "type1", "t5_bias")}
-            named["heat maps"] = biases.draw_bias_maps(maps, 1, 2)
-        for what, figure in named.items():
-            check_fits(figure, name, what)
+        for what in ("perplexity", "models") if name == "page" else ("training", "erf beside trf", "models"):
+            check_fits(made[what](), name, what)
     figure, _ = style.panels(1, 1, (4.0, 3.0))
     assert figure.get_figwidth() == 4.0
+
+
+@pytest.mark.release
+def test_every_figure_fits_a_column():
+    """A page has more room."""
+    with style.figures_at_width("column"):
+        named = {what: draw() for what, draw in comparisons(FEW[:4]).items()}
+        setting = warping.WarpSetting(20)
+        for stem in ("figure-2-raw-attention", "figure-A-interpolation", "sensitivity-at-the-end"):
+            compute, draw = warping.FIGURES[stem]
+            named[stem] = draw(setting, compute(setting))
+        maps = {spec: bias_map(build(spec, 4, 64), 9, [1])[0][0] for spec in ("alibi", "type1", "t5_bias")}
+        named["heat maps"] = biases.draw_bias_maps(maps, 1, 2)
+        for what, figure in named.items():
+            check_fits(figure, "column", what)
 
 
 def test_more_than_twelve_methods_have_rows_that_fit():

@@ -120,6 +120,29 @@ def test_parameters_that_only_the_new_encoding_has_begin_untrained_and_that_is_s
     assert other.finetune_from != found.plan.settings.finetune_from
 
 
+def test_parameters_stay_in_their_layers_when_the_pattern_of_layers_changes(state, corpus, tmp_path):
+    path = checkpoint_with(state, tmp_path, "kerple_log")  # both layers share one instance
+    trained = checkpoints.load(path).encoding_weights[0]
+    pattern = "kerple_log:local=16|kerple_log"
+    given = [corpus, "--updates", 2, "--lr", 1e-9, "--device", "cpu"]
+    # the training process renames the weights
+    size = ["--tokens", 32, "--arch", "tiny", "--", "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64]
+    run_here("train", *given, "--init-from", path, "--rpe", pattern, "--out", tmp_path / "run", *size)
+    changed = checkpoints.load(tmp_path / "run/checkpoint_last.pt").encoding_weights
+    assert [{name: torch.allclose(values[name], trained[name]) for name in trained} for values in changed] == [
+        dict.fromkeys(trained, True)
+    ] * 2
+    # a copy of the checkpoint has the parameters that it lacks
+    given = ["--tokens", 64, "--out", tmp_path / "x", "--rpe"]
+    found = resolved(checkpoint_with(state, tmp_path, "rope"), corpus, *given, "rope|kerple_log")
+    assert found.has_new_parameters
+    begin = checkpoints.load(tmp_path / "x/begin.pt")
+    assert [set(values) for values in begin.encoding_weights] == [set(), set(trained)]
+    # layers with parameters of their own do not share an encoding afterwards
+    two = tmp_path / "run/checkpoint_last.pt"
+    assert "layers 0-1 would share an encoding" in refused(two, corpus, *given, "kerple_log:local=8")
+
+
 # what is refused
 
 
@@ -134,6 +157,7 @@ def test_parameters_that_only_the_new_encoding_has_begin_untrained_and_that_is_s
         ("rope", "--rpe learned:max_positions=64", "is a table of positions that"),
         ("learned", "", "position 63 is beyond the 32 positions"),
         ("kerple_log", "--rpe rope", "has no parameter decoder.encodings.0."),
+        ("kerple_log", "--rpe kerple_log|nope", "in layers 1, which"),
         ("t5_bias", "--rpe t5_bias:buckets=16", "which"),
         ("rope", "--tokens 999999", "less than one block of 999999"),
         ("rope", "--rpe kerple_power --updates 30 --warmup 30", "a warm-up of 30 is not below the 30 updates"),
