@@ -118,7 +118,7 @@ def _add_corpus_options(parser: argparse.ArgumentParser, default_tokenizer: str)
         "space; or the folder of a transformers model, whose tokenizer is used "
         f"(default: {default_tokenizer})"
     )
-    parser.add_argument("--tokenizer", type=_tokenizer, metavar=f"{{{','.join(TOKENIZERS)}}}|DIR", help=about)
+    parser.add_argument("--tokenizer", type=_tokenizer, metavar="NAME", help=about)
     about = "symbols of the dictionary, special symbols included (default: 16384 for bpe, every word for words)"
     parser.add_argument("--vocab-size", type=integer, metavar="N", help=about)
     about = "learn bpe from at most N bytes of text (default: 20000000)"
