@@ -243,9 +243,9 @@ train --rpe alibi --out {here}/r  -> name what to train on: either a DATA folder
 +train --algorithm copy  -> name what to train on: either a DATA folder or --algorithm SPEC
 train --algorithm copy --tokens 5 --rpe rope --out {here}/r  -> --tokens does not go with --algorithm: say how many
 +train --tokens 1000000  -> less than one block of 1000000
-+train|sweep --arch foo  -> --arch foo is not one of tiny, mini, small, deep, wiki103, base, large (or
-+train --arch transformer_lm  -> --arch transformer_lm is not one of tiny, mini, small, deep, wiki103, base, large (or
-+train --arch 'tiny '  -> is not one of tiny, mini, small, deep, wiki103, base, large (or
++train|sweep --arch foo  -> --arch foo is not one of tiny, mini, small, wiki103, base, large (or
++train --arch transformer_lm  -> --arch transformer_lm is not one of tiny, mini, small, wiki103, base, large (or
++train --arch 'tiny '  -> is not one of tiny, mini, small, wiki103, base, large (or
 +train --log-encodings-every 5  -> --log-encodings-every writes to TensorBoard: give --tensorboard DIR too
 # sweep
 sweep {data} --encodings alibi  -> --lengths is missing: name the lengths to evaluate in tokens, e.g.

@@ -257,7 +257,7 @@ def _settings(source: _Source) -> dict[str, Any]:
         "positions_train": source.positions_train,
         "positions_eval": source.positions_eval,
         "max_position_embeddings": source.max_length,
-        # in a text </s> is a newline, which ends nothing; an answer ends with it
+        # texts have </s> for each newline, so generation goes on after it; answers end with it
         "eos_token_id": None if source.is_text else EOS_ID,
         "blocks": task.get("blocks"),
         "separate_documents": task.get("separate_documents"),

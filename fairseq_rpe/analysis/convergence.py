@@ -180,7 +180,7 @@ def _head_verdict(weight: LogBias) -> HeadVerdict:
 
 
 def _finite_sum_reason(keys: int) -> str:
-    """Return the reason why a series with this number of terms converges."""
+    """Return why a series converges whose terms are 0 from the index ``keys`` on."""
     return f"finite sum: {keys} terms, b_n = 0 from n = {keys} on"
 
 

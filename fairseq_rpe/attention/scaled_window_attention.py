@@ -18,7 +18,7 @@ from fairseq_rpe.attention.double_backward import (
 )
 from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.attention.scaled_distance_bias import ScaledDistanceBlocks, dense_scaled_distance_bias, visible_pieces
-from fairseq_rpe.attention.window_attention import block_gradients
+from fairseq_rpe.attention.window_attention import block_gradients, is_plain_call
 from fairseq_rpe.core.window_bias import WindowedScaledDistanceBias
 
 ROWS = 128  # queries of a block
@@ -27,21 +27,13 @@ ROWS = 128  # queries of a block
 def has_scaled_window(q: Tensor, k: Tensor, plan: AttentionPlan, dropout: float) -> bool:
     """Return whether :func:`scaled_window_attention` serves a call.
 
-    It serves causal attention of tokens to themselves on a CPU, without dropout, padding or separate documents, whose
-    bias is a ``WindowedScaledDistanceBias``.
-
-    Args:
-        q: (B, H, n, D).
-        k: (B, H, m, D).
-        plan: plan of the call.
-        dropout: probability of dropping an attention weight.
+    It serves the calls of :func:`.window_attention.is_plain_call`, which has the same arguments, with a
+    ``WindowedScaledDistanceBias`` whose positions are the same in all rows.
     """
     bias = plan.bias
     if not isinstance(bias, WindowedScaledDistanceBias) or len(bias.scaled.query_scale) > 1:
         return False
-    if plan.padding is not None or plan.last_query is not None or plan.is_content_dependent or plan.changes_softmax:
-        return False
-    return q.shape[2] == k.shape[2] and dropout == 0 and q.device.type == "cpu"
+    return is_plain_call(q, k, plan, dropout)
 
 
 def scaled_window_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:

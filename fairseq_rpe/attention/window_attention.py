@@ -29,11 +29,8 @@ GROUP_ELEMENTS = 1 << 21  # elements of the gradients of keys that the blocks of
 SCORE_ELEMENTS = 1 << 19  # scores of a call whose weights are computed, so that they stay in the cache
 
 
-def has_window_blocks(q: Tensor, k: Tensor, plan: AttentionPlan, dropout: float) -> bool:
-    """Return whether :func:`window_attention` serves a call.
-
-    It serves causal attention of n > w tokens to themselves on a CPU, without dropout, padding or separate documents,
-    whose bias is a table by distance.
+def is_plain_call(q: Tensor, k: Tensor, plan: AttentionPlan, dropout: float) -> bool:
+    """Return whether n tokens attend to themselves on a CPU, without dropout, padding, documents or changed softmax.
 
     Args:
         q: (B, H, n, D).
@@ -41,12 +38,20 @@ def has_window_blocks(q: Tensor, k: Tensor, plan: AttentionPlan, dropout: float)
         plan: plan of the call.
         dropout: probability of dropping an attention weight.
     """
-    n, bias = q.shape[2], plan.bias
-    if plan.window is None or plan.window >= n or n != k.shape[2] or dropout > 0 or q.device.type != "cpu":
-        return False
     if plan.padding is not None or plan.last_query is not None or plan.is_content_dependent or plan.changes_softmax:
         return False
-    return isinstance(bias, ToeplitzBias) and is_evenly_spaced(bias, plan.positions)
+    return q.shape[2] == k.shape[2] and dropout == 0 and q.device.type == "cpu"
+
+
+def has_window_blocks(q: Tensor, k: Tensor, plan: AttentionPlan, dropout: float) -> bool:
+    """Return whether :func:`window_attention` serves a call.
+
+    It serves the calls of :func:`is_plain_call`, which has the same arguments, with n > w tokens and a table by
+    distance as bias.
+    """
+    if plan.window is None or plan.window >= q.shape[2] or not is_plain_call(q, k, plan, dropout):
+        return False
+    return isinstance(plan.bias, ToeplitzBias) and is_evenly_spaced(plan.bias, plan.positions)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:

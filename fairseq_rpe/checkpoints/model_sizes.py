@@ -25,7 +25,6 @@ MODEL_SIZES = {
     "tiny": ModelSize(2, 128, 4, 512, "relu"),
     "mini": ModelSize(4, 128, 4, 512, "gelu"),
     "small": ModelSize(3, 192, 4, 768, "gelu"),
-    "deep": ModelSize(8, 256, 8, 1024, "gelu"),
     "wiki103": ModelSize(6, 512, 8, 2048, "relu"),
     "base": ModelSize(12, 768, 12, 3072, "relu"),
     "large": ModelSize(24, 1024, 16, 4096, "gelu"),

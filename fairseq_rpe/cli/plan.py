@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fairseq_rpe.cli.options import int_list, positive_float, positive_int, seed_list, share, spec, spec_list
+from fairseq_rpe.cli.options import int_list, positive_float, positive_int, seed_list, share, spec
 from fairseq_rpe.cli.printing import add_json
-from fairseq_rpe.cli.sweep import named_folder, resolve_sweep
+from fairseq_rpe.cli.sweep import add_grid_options, named_folder, resolve_sweep
 from fairseq_rpe.cli.train import add_fairseq_flags, add_settings
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.training_config import SETTINGS
-from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.device_kinds import DEVICE_KINDS, Hardware, find_device
 from fairseq_rpe.sweeps.resolve import Inputs, Sweep, load_inputs
 from fairseq_rpe.sweeps.sweep_kind import sweep_kind
@@ -50,19 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "Estimate parameters, FLOPs, memory, checkpoints and time of a sweep, or with --rpe of one training. Nothing "
         "is trained, and the data need not exist."
     )
-    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder, if it exists")
-    parser.add_argument(
-        "--algorithms", type=spec_list, metavar='"SPEC ..."', help='instead of DATA: generated tasks, e.g. "copy sort"'
-    )
-    parser.add_argument("--rpe", type=spec, metavar="SPEC", help="encoding of one training")
-    parser.add_argument(
-        "--encodings", type=spec_list, metavar='"SPEC SPEC ..."', help="instead of --rpe: encodings of a sweep"
-    )
-    parser.add_argument(
-        "--recipe", metavar="NAME", help=f"instead of --encodings: {', '.join(recipes.names())} or a recipe file"
-    )
-    parser.add_argument("--preset", metavar="NAME", help="size preset of the recipe (default: laptop)")
-    parser.add_argument("--methods", type=spec_list, metavar='"NAME ..."', help="methods of the recipe, or all")
+    add_grid_options(parser)
+    parser.add_argument("--rpe", type=spec, metavar="SPEC", help="instead of --encodings: encoding of one training")
     parser.add_argument(
         "--lengths", type=int_list, metavar="N,N,...", help="lengths of the evaluation (default: the training length)"
     )

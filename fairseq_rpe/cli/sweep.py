@@ -22,12 +22,8 @@ from fairseq_rpe.utils.json_files import read_json_lines
 from fairseq_rpe.utils.output_checks import check_output_folder
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``sweep``."""
-    parser.description = (
-        "Train several encodings and evaluate each of them at several lengths. To resume an interrupted sweep, repeat "
-        "the command; finished work is not repeated."
-    )
+def add_grid_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the data and the methods of a sweep."""
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
     parser.add_argument(
         "--algorithms", type=spec_list, metavar='"SPEC ..."', help='instead of DATA: generated tasks, e.g. "copy sort"'
@@ -40,6 +36,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--preset", metavar="NAME", help="size preset of the recipe (default: laptop)")
     parser.add_argument("--methods", type=spec_list, metavar='"NAME ..."', help="methods of the recipe, or all")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``sweep``."""
+    parser.description = (
+        "Train several encodings and evaluate each of them at several lengths. To resume an interrupted sweep, repeat "
+        "the command; finished work is not repeated."
+    )
+    add_grid_options(parser)
     parser.add_argument(
         "--lengths",
         type=int_list,

@@ -36,7 +36,7 @@ class QueryScaleMethod(NamedTuple):
     is_learned: bool = False
 
 
-# n is the number of keys that the query can see, a the value and F the interval
+# The query at position i sees n keys. a is the option query_scale_value, and F is query_scale_interval.
 QUERY_SCALES = {
     "none": QueryScaleMethod("1", uses_value=False),
     "constant": QueryScaleMethod("a", 1.0),

@@ -311,7 +311,7 @@ class String(RegionRope):
     name = "string"
 
     def setup(self) -> None:
-        """Set the shift and the window in tokens."""
+        """Compute the shift S and the window W of the formula, in tokens."""
         super().setup()
         self.shift = self.resolve_length("shift", lambda length: length // 3)
         self.window = self.resolve_length("window", lambda length: min(length // 32, _MAX_STRING_WINDOW))

@@ -118,7 +118,7 @@ class AnswersReport(KindReport[Scores]):
 
 
 def _passes(keys: Sequence[QuestionKey], data: Path) -> list[ForwardPass]:
-    """Return the tokens of all questions of a set at each length of the context."""
+    """Return, for each length of the context, the number of tokens that all questions of a set have together."""
     sets = dataset.load_dataset(data).sets if data.is_dir() else None
     counts = [sets[key.set].splits[key.split].questions if sets else 1 for key in keys]
     return [ForwardPass(count * key.length, key.length) for count, key in zip(counts, keys, strict=True)]
