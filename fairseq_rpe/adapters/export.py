@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.adapters.pretrained import FairseqRpeForCausalLM  # first, because it checks for transformers
+from fairseq_rpe.adapters.pretrained import (  # first, because it checks for transformers
+    FairseqRpeForCausalLM,
+    FairseqRpeModel,
+)
 
 # isort: split
 
@@ -44,11 +47,11 @@ REMOTE_FILE = "modeling_fairseq_rpe.py"
 _REMOTE_CODE = '''"""Loads the model from the package fairseq_rpe, which must be installed."""
 
 try:
-    from fairseq_rpe.adapters.pretrained import FairseqRpeConfig, FairseqRpeForCausalLM
+    from fairseq_rpe.adapters.pretrained import FairseqRpeConfig, FairseqRpeForCausalLM, FairseqRpeModel
 except ImportError as error:
     raise ImportError("this model needs the package fairseq_rpe: pip install 'fairseq_rpe[transformers]'") from error
 
-__all__ = ["FairseqRpeConfig", "FairseqRpeForCausalLM"]
+__all__ = ["FairseqRpeConfig", "FairseqRpeForCausalLM", "FairseqRpeModel"]
 '''
 # setting of a checkpoint that uses classes of fairseq -> its flag
 _FAIRSEQ_ONLY = {
@@ -316,7 +319,11 @@ def _write_own(source: _Source, model: Any, folder: Path) -> Any:
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         module = REMOTE_FILE.removesuffix(".py")
-        names = {"AutoConfig": FairseqRpeConfig, "AutoModelForCausalLM": FairseqRpeForCausalLM}
+        names = {
+            "AutoConfig": FairseqRpeConfig,
+            "AutoModel": FairseqRpeModel,
+            "AutoModelForCausalLM": FairseqRpeForCausalLM,
+        }
         config["auto_map"] = {auto: f"{module}.{cls.__name__}" for auto, cls in names.items()}
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return exported

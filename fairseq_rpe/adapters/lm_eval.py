@@ -39,7 +39,8 @@ class FairseqRpeLM(HFLM):
         data: data folder with the dictionary and the tokenizer; None: the one that the checkpoint names.
         max_length: largest number of tokens that are read at once; older ones are cut off. None: no limit.
         batch_size: rows that are computed together.
-        others: further arguments of ``HFLM``, such as ``device``.
+        others: further arguments of ``HFLM``, such as ``device``; ``softmax_dtype`` is float64 unless it is given,
+            because sums of float32 log-probabilities differ by 1e-5 nats and more from the exact sum.
 
     Raises:
         UserError: the checkpoint cannot be exported or has no tokenizer, an option has no effect on an exported model,
@@ -68,6 +69,8 @@ class FairseqRpeLM(HFLM):
             raise UserError(f"{checkpoint} has no tokenizer, and tasks are texts: name a model of text with --data")
         if str(batch_size).startswith("auto") and max_length is None:
             raise UserError("batch_size=auto tries rows of max_length tokens: give max_length=N, or a number of rows")
+        if not str(others.get("device")).startswith("mps"):  # which has no float64
+            others.setdefault("softmax_dtype", "float64")
         super().__init__(
             pretrained=str(folder), tokenizer=str(folder), max_length=max_length, batch_size=batch_size, **others
         )

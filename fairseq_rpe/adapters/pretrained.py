@@ -1,6 +1,6 @@
 """The transformers model type ``fairseq_rpe``: the decoder in plain torch, with any encoding and any blocks.
 
-Importing this module registers the type with ``AutoConfig`` and ``AutoModelForCausalLM``.
+Importing this module registers the type with ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,10 +16,10 @@ from fairseq_rpe.adapters.pretrained_config import (  # first, because it checks
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.decoder.blocks import DecoderLayer
@@ -132,11 +132,8 @@ class FairseqRpeDecoder(Decoder):
         return super().autocast(device) if self.embed_tokens.weight.dtype == torch.float32 else nullcontext()
 
 
-class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
-    """Language model with any encoding, for texts of any length.
-
-    Padding is the id ``config.pad_token_id``, wherever the attention mask is 0 or the input has this id. A text begins
-    with the id ``config.bos_token_id``, as in training.
+class FairseqRpePreTrainedModel(PreTrainedModel):
+    """What the models of this type have in common: the decoder with its output layer, and how it is saved.
 
     Args:
         config: sizes, blocks and encodings.
@@ -159,9 +156,7 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
         self._tied_weights_keys = _shared_tensors(self.decoder, "decoder.")
         self.post_init()
         if not self._can_use_cache():
-            self.config.use_cache = self.generation_config.use_cache = False
-        # the decoder reads this id as padding wherever it is, so a generated one would vanish from the text
-        self.generation_config.suppress_tokens = [self.decoder.padding_idx]
+            self.config.use_cache = False
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,46 +180,18 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         return (model, info) if wants_info else model
 
-    def forward(
+    def _decode(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        documents: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
-        **unsupported: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Compute the logits of the next tokens, and the loss if there are labels.
-
-        Args:
-            input_ids: (B, n) tokens that are not in the cache.
-            attention_mask: (B, m) 0 at padding, of the cached tokens too; None: only the id of padding is padding.
-            past_key_values: a :class:`FairseqRpeCache` of m - n tokens, which is extended; None for none.
-            labels: (B, n) targets in transformers' convention: the input ids, with -100 where there is no loss.
-            use_cache: whether to return a cache; None: as in the configuration, but not in training.
-            output_attentions: must be None or False.
-            output_hidden_states: whether to return the inputs of all layers and the features before the output layer.
-            return_dict: whether to return an output object; None: as in the configuration.
-            logits_to_keep: compute the logits of the last k tokens, or at these indices; 0: of all tokens.
-            documents: (B, n) document numbers; neighbours with the same number form a document, which is read as if it
-                were alone in its row. None: a row is one text.
-            num_items_in_batch: number of targets of all batches of an update, which the Trainer passes.
-            shift_labels: (B, n) targets of the same positions, in the place of ``labels``.
-            unsupported: other arguments, which must be None or False.
-
-        Returns:
-            Loss, logits (B, n or k, V), cache and hidden states (B, n, C).
-
-        Raises:
-            UserError: an argument is not supported, or the encoding cannot use a cache.
-        """
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        documents: Tensor | None,
+        output_attentions: bool | None,
+        output_hidden_states: bool | None,
+        unsupported: Mapping[str, Any],
+    ) -> tuple[Tensor, FairseqRpeCache | None, tuple[Tensor, ...] | None]:
+        """Return features (B, n, C), cache and hidden states, for arguments of ``forward``."""
         self._check_arguments(input_ids, output_attentions, unsupported)
         assert input_ids is not None
         cache = self._cache(past_key_values, False if use_cache is None and documents is not None else use_cache)
@@ -232,19 +199,13 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
         states: list[Tensor] = []
         all_ids = ids if cache is None else cache.append_ids(ids)  # (B, m)
         decoder_cache = None if cache is None else cache.decoder_cache
-        features = self.decoder.features(all_ids, decoder_cache, documents, states)  # (B, n, C)
-        indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.decoder.output_layer(features[:, indices].to(self.dtype))  # slice(0, None) has all tokens
-        loss = None
-        if labels is not None or shift_labels is not None:
-            counts = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-            targets = {"labels": labels, "shift_labels": shift_labels}
-            loss = self.loss_function(logits=logits, **targets, vocab_size=self.config.vocab_size, **counts)
-        hidden_states = None
+        features: Tensor = self.decoder.features(all_ids, decoder_cache, documents, states)
         if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
-            hidden_states = (*states[:-1], features)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden_states)
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+            return features, cache, (*states[:-1], features)
+        return features, cache, None
+
+    def _returns_dict(self, return_dict: bool | None) -> bool:
+        return bool(self.config.return_dict if return_dict is None else return_dict)
 
     def _check_arguments(
         self, input_ids: Tensor | None, output_attentions: bool | None, others: Mapping[str, Any]
@@ -311,10 +272,10 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
         """Change the number of tokens, as ``PreTrainedModel.resize_token_embeddings``.
 
         Raises:
-            UserError: an encoding has parameters for each token of the dictionary.
+            UserError: an encoding reads token ids of the dictionary.
         """
         if new_num_tokens is not None and self.config.encoding_shapes and self.decoder.needs_token_ids:
-            raise UserError(f"'{self.config.rpe}' has values for the tokens of its dictionary: other tokens have none")
+            raise UserError(f"'{self.config.rpe}' reads the token ids of its dictionary: keep the number of tokens")
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
@@ -333,6 +294,137 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """Leave the initial weights as they are: the constructors of the modules set them."""
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
+        """Do nothing: saved folders need the package, not a copy of this file."""
+
+
+class FairseqRpeModel(FairseqRpePreTrainedModel):
+    """The decoder whose output are features, without logits; ``AutoModel`` builds it.
+
+    It has the output layer of :class:`FairseqRpeForCausalLM`, too, so that either class loads what the other saves.
+
+    Args:
+        config: sizes, blocks and encodings.
+
+    Raises:
+        UserError: the encoding is not known, or the configuration is not valid.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        documents: Tensor | None = None,
+        **unsupported: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Compute the features before the output layer; the arguments are those of :class:`FairseqRpeForCausalLM`.
+
+        Returns:
+            Features (B, n, C), cache and hidden states (B, n, C).
+
+        Raises:
+            UserError: an argument is not supported, or the encoding cannot use a cache.
+        """
+        features, cache, hidden_states = self._decode(
+            input_ids,
+            attention_mask,
+            past_key_values,
+            use_cache,
+            documents,
+            output_attentions,
+            output_hidden_states,
+            unsupported,
+        )
+        output = BaseModelOutputWithPast(features, past_key_values=cache, hidden_states=hidden_states)
+        return output if self._returns_dict(return_dict) else output.to_tuple()
+
+
+class FairseqRpeForCausalLM(FairseqRpePreTrainedModel, GenerationMixin):
+    """Language model with any encoding, for texts of any length.
+
+    Padding is the id ``config.pad_token_id``, wherever the attention mask is 0 or the input has this id. A text begins
+    with the id ``config.bos_token_id``, as in training.
+
+    Args:
+        config: sizes, blocks and encodings.
+
+    Raises:
+        UserError: the encoding is not known, or the configuration is not valid.
+    """
+
+    def __init__(self, config: FairseqRpeConfig) -> None:
+        super().__init__(config)
+        if not self._can_use_cache():
+            self.generation_config.use_cache = False
+        # the decoder reads this id as padding wherever it is, so a generated one would vanish from the text
+        self.generation_config.suppress_tokens = [self.decoder.padding_idx]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        documents: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **unsupported: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Compute the logits of the next tokens, and the loss if there are labels.
+
+        Args:
+            input_ids: (B, n) tokens that are not in the cache.
+            attention_mask: (B, m) 0 at padding, of the cached tokens too; None: only the id of padding is padding.
+            past_key_values: a :class:`FairseqRpeCache` of m - n tokens, which is extended; None for none.
+            labels: (B, n) targets in transformers' convention: the input ids, with -100 where there is no loss.
+            use_cache: whether to return a cache; None: as in the configuration, but not in training.
+            output_attentions: must be None or False.
+            output_hidden_states: whether to return the inputs of all layers and the features before the output layer.
+            return_dict: whether to return an output object; None: as in the configuration.
+            logits_to_keep: compute the logits of the last k tokens, or at these indices; 0: of all tokens.
+            documents: (B, n) document numbers; neighbours with the same number form a document, which is read as if it
+                were alone in its row. None: a row is one text.
+            num_items_in_batch: number of targets of all batches of an update, which the Trainer passes.
+            shift_labels: (B, n) targets of the same positions, in the place of ``labels``.
+            unsupported: other arguments, which must be None or False.
+
+        Returns:
+            Loss, logits (B, n or k, V), cache and hidden states (B, n, C).
+
+        Raises:
+            UserError: an argument is not supported, or the encoding cannot use a cache.
+        """
+        features, cache, hidden_states = self._decode(
+            input_ids,
+            attention_mask,
+            past_key_values,
+            use_cache,
+            documents,
+            output_attentions,
+            output_hidden_states,
+            unsupported,
+        )
+        indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.decoder.output_layer(features[:, indices].to(self.dtype))  # slice(0, None) has all tokens
+        loss = None
+        if labels is not None or shift_labels is not None:
+            counts = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+            targets = {"labels": labels, "shift_labels": shift_labels}
+            loss = self.loss_function(logits=logits, **targets, vocab_size=self.config.vocab_size, **counts)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden_states)
+        return output if self._returns_dict(return_dict) else output.to_tuple()
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
@@ -341,10 +433,6 @@ class FairseqRpeForCausalLM(PreTrainedModel, GenerationMixin):
             raise UserError(f"cache_implementation='{name}' is not supported: leave it out")
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = FairseqRpeCache()
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
-        """Do nothing: saved folders need the package, not a copy of this file."""
 
 
 def _build_decoder(config: FairseqRpeConfig) -> FairseqRpeDecoder:
@@ -401,7 +489,8 @@ def _shared_tensors(module: nn.Module, prefix: str) -> dict[str, str]:
 
 
 def register() -> None:
-    """Register the model with ``AutoModelForCausalLM``; a second call has no effect."""
+    """Register the models with ``AutoModel`` and ``AutoModelForCausalLM``; a second call has no effect."""
+    AutoModel.register(FairseqRpeConfig, FairseqRpeModel, exist_ok=True)
     AutoModelForCausalLM.register(FairseqRpeConfig, FairseqRpeForCausalLM, exist_ok=True)
 
 

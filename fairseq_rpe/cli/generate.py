@@ -22,6 +22,7 @@ from fairseq_rpe.utils.records import from_attributes
 
 if TYPE_CHECKING:
     from fairseq_rpe.evaluation.generation_records import GenerationResult, Prompt
+    from fairseq_rpe.evaluation.text_generation import GenerationStats, TextGenerator
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +70,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help=about)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Run ``generate``."""
+    try:
+        _run(args)
+    except _OutputClosedError:
+        pass  # as in `generate … | head`
+    except KeyboardInterrupt:
+        if args.out is not None:
+            raise  # the next call continues
+        print("\nstopped by the keyboard: the texts are not stored, use --out to resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
     from fairseq_rpe.core.errors import UserError
     from fairseq_rpe.evaluation.checkpoint_defaults import with_checkpoint_rotation
     from fairseq_rpe.evaluation.generation_records import GenerationOptions, GenerationRequest, read_prompts
@@ -89,26 +103,41 @@ def run(args: argparse.Namespace) -> None:
     samples = [prompt for prompt in prompts for _ in range(prompt.options.samples or 1)]
     if is_text:
         printer = _TextPrinter(samples, args.echo, generator.codec.separator)
-        try:
-            stats = generator.generate(prompts, printer.add_text, printer.end_text)
-        except _OutputClosedError:
-            return  # as in `generate … | head`
+        stats = generator.generate(prompts, printer.add_text, printer.end_text)
     else:
-        name = args.jsonl.name if args.jsonl else "prompts"
-        with Progress(name, "texts", len(samples)) as bar:
-
-            def report(_: int, result: "GenerationResult") -> None:
-                if not args.out or args.json:
-                    bar.write(json.dumps(result.to_json()))
-                bar.update()
-
-            stats = generator.generate(prompts, lambda *_: bar.refresh(), report)
+        stats = _generate_lines(generator, args, prompts, len(samples))
     if stats.rows:
         print(stats, file=sys.stderr)
 
 
+def _generate_lines(
+    generator: "TextGenerator", args: argparse.Namespace, prompts: "list[Prompt]", count: int
+) -> "GenerationStats":
+    """Generate texts and print them as JSON lines, or only store them in ``--out``."""
+    with Progress(args.jsonl.name if args.jsonl else "prompts", "texts", count) as bar:
+
+        def report(_: int, result: "GenerationResult") -> None:
+            if not args.out or args.json:
+                bar.write(json.dumps(result.to_json()))
+                if args.out is None:
+                    _check_output()
+            bar.update()
+
+        return generator.generate(prompts, lambda *_: bar.refresh(), report)
+
+
 class _OutputClosedError(Exception):
     """Standard output accepts no more text."""
+
+
+def _check_output() -> None:
+    """Raise _OutputClosedError if standard output accepts no more text."""
+    if getattr(sys.stdout, "is_quiet", False):
+        raise _OutputClosedError
+
+
+# Control characters but newline and tab: a model of bytes may generate them, and a terminal would obey them.
+_VISIBLE_CONTROLS = {n: f"\\x{n:02x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
 
 
 class _TextPrinter:
@@ -156,7 +185,6 @@ class _TextPrinter:
 
     def _write(self, text: str) -> None:
         self._last = text
-        sys.stdout.write(text)
+        sys.stdout.write(text.translate(_VISIBLE_CONTROLS) if sys.stdout.isatty() else text)
         sys.stdout.flush()
-        if getattr(sys.stdout, "is_quiet", False):
-            raise _OutputClosedError
+        _check_output()

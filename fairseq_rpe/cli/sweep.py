@@ -4,6 +4,7 @@ import argparse
 import inspect
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_no_cache, int_list, positive_int, processes, seed_list, spec_list
@@ -14,6 +15,7 @@ from fairseq_rpe.reports import report_files
 from fairseq_rpe.runs.run_folder import check_no_run
 from fairseq_rpe.runs.training_config import SETTINGS, TrainingConfig
 from fairseq_rpe.sweeps import recipes, run_sweep, slurm
+from fairseq_rpe.sweeps.grid import SweepRun
 from fairseq_rpe.sweeps.resolve import Sweep, build_sweep, load_inputs
 from fairseq_rpe.sweeps.sweep_kind import sweep_kind
 from fairseq_rpe.sweeps.sweep_record import SweepFolder
@@ -119,6 +121,22 @@ def resolve_sweep(args: argparse.Namespace) -> Sweep:
     return sweep
 
 
+def _cost_comments(sweep: Sweep, runs: Sequence[SweepRun]) -> Iterator[str]:
+    """Yield a comment with the estimated costs of each run; seeds of a method have the same costs."""
+    from fairseq_rpe.sweeps.cost_model import estimate_runs, vocabulary_is_known
+    from fairseq_rpe.sweeps.device_kinds import Hardware
+
+    if not vocabulary_is_known(sweep):
+        yield f"# no estimate of costs before {sweep.data} exists: fairseq-rpe plan --vocabulary N estimates them"
+        return
+    for e in estimate_runs(sweep, runs, Hardware("device")):
+        seeds = f" ({e.seeds} seeds)" if e.seeds > 1 else ""
+        yield (
+            f"# estimate: {e.name}{seeds}: {e.parameters.total:,} parameters, "
+            f"{e.training_flops:.2e} FLOPs of training, {e.memory.peak / 2**30:.2f} GiB per device"
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Run ``sweep``."""
     sweep = resolve_sweep(args)
@@ -138,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         from fairseq_rpe.sweeps import preflight
 
         preflight.preflight(sweep, runs, trains_here=False)
-        print("\n".join(run_sweep.dry_run_lines(sweep, runs, on_slurm)))
+        print("\n".join([*run_sweep.dry_run_lines(sweep, runs, on_slurm), *_cost_comments(sweep, runs)]))
         return 0
     if on_slurm is not None:
         slurm.check_slurm()

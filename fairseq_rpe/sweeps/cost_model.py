@@ -236,6 +236,16 @@ def _estimate(sweep: Sweep, group: Sequence[SweepRun], hardware: Hardware, vocab
     )
 
 
+def vocabulary_is_known(sweep: Sweep) -> bool:
+    """Return whether costs can be estimated without a stated vocabulary.
+
+    Args:
+        sweep: the sweep.
+    """
+    has_size = sweep.preset is not None and sweep.preset.vocabulary is not None
+    return sweep.data is None or has_size or (sweep.data / "dict.txt").is_file()
+
+
 def _vocabulary(sweep: Sweep, run: SweepRun, stated: int | None) -> int:
     """Return the number of token ids: of the task, of the folder, as stated, or as the recipe has it."""
     if run.config.algorithm is not None:

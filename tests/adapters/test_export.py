@@ -20,7 +20,7 @@ from specs import every_spec, representatives
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 from fairseq_rpe.adapters import registration
@@ -221,8 +221,26 @@ def test_refusals():
     ]:
         with refused(message):
             model(x, **{name: value})
-    with refused("has values for the tokens of its dictionary"):
-        pretrained(decoder("complex", "classic"), "complex").resize_token_embeddings(80)
+    for spec in ("complex", "bipe:segment_delimiters=</s>+w1"):
+        with refused("reads the token ids of its dictionary"):
+            pretrained(decoder(spec, "classic"), spec).resize_token_embeddings(80)
+
+
+def test_auto_model_returns_features(tmp_path):
+    """It loads what the language model saves, and the other way round."""
+    model, x = pretrained(decoder("fire", "llama"), "fire"), tokens(24)
+    model.save_pretrained(tmp_path / "model")
+    base = AutoModel.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        logits = model(x).logits
+        start = base(x[:, :20], use_cache=True)
+        end = base(x[:, 20:], past_key_values=start.past_key_values)
+    features = torch.cat([start.last_hidden_state, end.last_hidden_state], dim=1)
+    torch.testing.assert_close(model.decoder.output_layer(features), logits)
+    base.save_pretrained(tmp_path / "base")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        assert torch.equal(loaded(x).logits, logits)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +302,7 @@ def test_the_command(trained, corpus, tmp_path):
     )
     config, card = json.loads((out / "config.json").read_text()), (out / "README.md").read_text()
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_fairseq_rpe.FairseqRpeForCausalLM"
+    assert config["auto_map"]["AutoModel"] == "modeling_fairseq_rpe.FairseqRpeModel"
     assert (config["model_type"], config["rpe"], config["train_length"]) == ("fairseq_rpe", "alibi", 32)
     assert "| encoding | `alibi` |" in card and "trust_remote_code=True" in card
     loaded = AutoModelForCausalLM.from_pretrained(out)

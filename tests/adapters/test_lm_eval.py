@@ -16,6 +16,7 @@ from refusal import refused
 
 pytest.importorskip("lm_eval")
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from test_export import decoder, pretrained
 
@@ -83,7 +84,31 @@ def test_log_probabilities(folder, tmp_path, batch_size, monkeypatch):
     assert results["results"]["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
     [sample] = results["samples"]["choice"]
     expected = [logprob(QUESTIONS[0]["question"], f" {choice}") for choice in QUESTIONS[0]["choices"]]
-    assert [response[0][0] for response in sample["resps"]] == pytest.approx(expected, rel=1e-6)
+    assert [response[0][0] for response in sample["resps"]] == pytest.approx(expected, abs=1e-6)  # nats
+
+
+@pytest.mark.parametrize("spec", ["alibi", "rope:scaling=dynamic_ntk"])
+def test_generate_until(spec, folder, tmp_path):
+    """The texts are greedy, also where the values of an encoding follow the length; prompts are padded together."""
+    model, encoder, out = (
+        decoder(spec, "llama", vocabulary=300),
+        load_encoder("bpe", tmp_path / "data"),
+        tmp_path / spec,
+    )
+    pretrained(model, spec, eos_token_id=None).save_pretrained(out)
+    export_tokenizer("bpe", tmp_path / "data", out)
+    loaded = lm_eval.FairseqRpeLM(str(out), device="cpu", batch_size=2 if spec == "alibi" else 1)
+    options = {"until": ["zzz"], "max_gen_toks": 24, "do_sample": False}  # the training length is 16
+    requests = [Instance("generate_until", {}, (text, options), n) for n, text in enumerate(TEXTS)]
+    for text, generated in zip(TEXTS, loaded.generate_until(requests, disable_tqdm=True), strict=True):
+        ids = torch.tensor([[2, *encoder.encode(text).tolist()]])
+        start = ids.shape[1]
+        for _ in range(24):
+            with torch.no_grad():
+                logits = model(ids)[:, -1]  # (1, V)
+            logits[:, 1] = -math.inf  # padding
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+        assert generated == loaded.tok_decode(ids[0, start:])
 
 
 def test_refusals(folder, tmp_path):

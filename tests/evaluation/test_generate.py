@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
@@ -13,14 +14,18 @@ from conftest import CORPUS, TRAIN_FLAGS, checkpoint_with, fairseq, run_here
 from prepared_folder import make_folder
 from refusal import refusal
 
+from fairseq_rpe.cli.generate import _TextPrinter
+from fairseq_rpe.cli.main import main
 from fairseq_rpe.data.text_codec import IncrementalText, SymbolCodec, _DifferenceDecoder, load_codec
 from fairseq_rpe.data.tokenization import EOS, _gpt2_bytes
 from fairseq_rpe.decoder.beam_search import beam_search
 from fairseq_rpe.decoder.generation import greedy_search, greedy_steps
 from fairseq_rpe.evaluation import text_generation
+from fairseq_rpe.evaluation.generation_records import GenerationOptions, Prompt
 from fairseq_rpe.evaluation.loading import load_model
 from fairseq_rpe.evaluation.records import EvalOverrides
 
+MODELS: dict = {}
 PROMPT = "I have just returned – naïvely – from"
 TASK = "copy:items=3,times=3,train=40,valid=8,test=8,alphabet=12"
 
@@ -40,7 +45,7 @@ def folder(made_once) -> Path:
             ("task", [], [*answer_flags("rpe_algorithmic", ""), "--algorithm", TASK]),
             ("questions", [folder / "questions"], answer_flags("rpe_answers", "128")),
         ):
-            flags = [*flags, "--rpe", "alibi", "--max-update", "3", "--disable-validation"]
+            flags = [*flags, "--rpe", "alibi", "--max-update", "1", "--disable-validation"]
             fairseq("train", *data, *flags, "--save-dir", folder / name)
 
     return made_once("generate", fill)
@@ -63,9 +68,32 @@ def state(folder) -> dict:
     return state
 
 
+@pytest.fixture(autouse=True)
+def models_loaded_once(monkeypatch):
+    """Commands of all tests share their models: loading takes longer than generating a few tokens."""
+
+    def load_once(checkpoint, overrides, data, log):
+        key = (checkpoint, overrides.rpe, overrides.positions_eval, overrides.compute_dtype, data)
+        if key not in MODELS:
+            MODELS[key] = load_model(checkpoint, overrides, data, log)
+        return MODELS[key]
+
+    monkeypatch.setattr(text_generation, "load_model", load_once)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(state, tmp_path_factory) -> Path:
     return checkpoint_with(state, tmp_path_factory.mktemp("text"))
+
+
+def counted(function, counts: list[int]):
+    """The function, which appends the number of its rows to a list."""
+
+    def wrapper(model, rows, *more):
+        counts.append(len(rows))
+        return function(model, rows, *more)
+
+    return wrapper
 
 
 def lines(done) -> list[dict]:
@@ -103,6 +131,46 @@ def test_several_texts_are_printed_in_order(checkpoint):
     assert [f"=== {n} of 4 ===" in output.splitlines() for n in (1, 2, 3, 4)] == [True] * 4
 
 
+def test_a_closed_pipe_ends_the_generation(checkpoint, monkeypatch):
+    """As in ``generate … --json | head -1``: no text is generated after the reader has gone."""
+    lines = []
+
+    class ClosedPipe(io.StringIO):
+        def write(self, text):
+            if lines:
+                raise BrokenPipeError
+            lines.append(text)
+            return len(text)
+
+    stats = []
+    monkeypatch.setattr(text_generation, "sample_rows", counted(text_generation.sample_rows, stats))
+    with contextlib.redirect_stdout(ClosedPipe()):
+        command = ["generate", str(checkpoint), "a", "--samples", "9", "--max-tokens", "2", "--json", "--batch", "1"]
+        assert main(command) == 0
+    assert len(stats) < 9 and json.loads("".join(lines))["index"] == 0
+
+
+def test_ctrl_c_promises_no_more_than_it_can(checkpoint, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(text_generation, "sample_rows", stop)
+    streamed = run_here("generate", checkpoint, "a", ok=False)
+    assert streamed.returncode == 130 and "use --out to resume" in streamed.stderr
+    stored = run_here("generate", checkpoint, "a", "--out", tmp_path / "x.jsonl", ok=False)
+    assert stored.returncode == 130 and "rerun the same command to resume" in stored.stderr
+
+
+def test_a_terminal_shows_control_characters_and_does_not_obey_them(monkeypatch):
+    prompt = Prompt(text="a", source="", options=GenerationOptions())
+    for is_terminal, shown in ((True, "a\\x1b[2Jé\tb\\x9b\n"), (False, "a\x1b[2Jé\tb\x9b\n")):
+        out = io.StringIO()
+        out.isatty = lambda value=is_terminal: value
+        monkeypatch.setattr("sys.stdout", out)
+        _TextPrinter([prompt], True, "").add_text(0, "\x1b[2Jé\tb\x9b\n")
+        assert out.getvalue() == shown
+
+
 def test_json_lines(checkpoint, folder, tmp_path):
     """Options of a line replace those of the command, and the batch changes nothing."""
     prompts = tmp_path / "prompts.jsonl"
@@ -134,13 +202,8 @@ def test_a_killed_job_continues(checkpoint, tmp_path, monkeypatch):
     complete = out.read_bytes()
     rows = complete.splitlines(keepends=True)
     out.write_bytes(b"".join(rows[:3]) + rows[3][:40])  # as a kill leaves it
-    counts, sample_rows = [], text_generation.sample_rows
-
-    def counted(model, rows, *more):
-        counts.append(len(rows))
-        return sample_rows(model, rows, *more)
-
-    monkeypatch.setattr(text_generation, "sample_rows", counted)
+    counts: list[int] = []
+    monkeypatch.setattr(text_generation, "sample_rows", counted(text_generation.sample_rows, counts))
     run_here(*command)
     assert counts == [2, 1] and out.read_bytes() == complete
     monkeypatch.setattr(text_generation, "load_model", None)  # nothing is left to do
