@@ -60,7 +60,9 @@ def merged_record(*argv: object) -> SweepRecord:
 
 
 def dry_run_lines(*argv: object) -> list[str]:
-    return run_here("sweep", "--device", "cpu", *DRY, *argv).stdout.splitlines()
+    """Return the lines that a dry run prints, without the estimates of costs."""
+    lines = run_here("sweep", "--device", "cpu", *DRY, *argv).stdout.splitlines()
+    return [line for line in lines if not line.startswith(("# estimate: ", "# no estimate "))]
 
 
 def dry_run(*argv: object) -> list[list[str]]:

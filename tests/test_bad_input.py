@@ -37,6 +37,8 @@ GOOD = {
     "eval": "eval {good} {data} --lengths 64",
     "sliding": "sliding {good} {data}",
     "erf": "erf {good} {data}",
+    "key-tokens": "key-tokens {good} {data} --short-context 32 --out {here}/k.json",
+    "context-use": "context-use {good} {data}",
     "eval-task": "eval-task {good}",
     "verdict": "verdict alibi",
     "learned": "verdict --checkpoint {good}",
@@ -110,25 +112,25 @@ def write_sweeps(zoo: Path) -> None:
 
 CASES = r"""
 # Paths that cannot be written; of every kind in tests/cli/test_failures.py
-+eval|report|fire-fit --out {zoo}/folder  -> --out folder is a folder: name a file
++eval|report|fire-fit|key-tokens --out {zoo}/folder  -> --out folder is a folder: name a file
 +eval --log {zoo}/folder  -> --log folder is a folder: name a file
 +formula --csv {zoo}/folder  -> --csv folder is a folder: name a file
 +fire-fit --figure {zoo}/folder  -> --figure folder is a folder: name a file
 +fire-fit --figure {zoo}/new.gif  -> use the ending .png or .pdf
-+sliding|erf|trf|figures|drawn|sensitivity|bench|sweep --out {zoo}/text  -> --out text: text is a file, not a folder
++sliding|context-use|erf|trf|figures|drawn|sensitivity|bench|sweep --out {zoo}/text  -> --out text: text is a file, not a folder
 +prepare|stdlib --out {zoo}/text  -> --out text: text is a file, not a folder: name another one
 +train --out {zoo}/text  -> --out text: text is a file, not a folder
 +train --tensorboard {zoo}/text  -> --tensorboard text: text is a file, not a folder
 +train --out {data}  -> is a data folder (it has dict.txt): name another one
 +train --out {zoo}/foreign  -> no run.json
-+sweep|figures|drawn|trf|erf|sliding|bench|sensitivity --out {data}  -> is a data folder (it has dict.txt): name another one
++sweep|figures|drawn|trf|erf|sliding|context-use|bench|sensitivity --out {data}  -> is a data folder (it has dict.txt): name another one
 +sweep --out {zoo}/sweep_empty  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
 +prepare --out {here}  -> is the current folder or one above it
 +train --out {zoo}/sweep  -> is the folder of a sweep (it has sweep.json)
 +sweep --out {zoo}/sweep/runs/alibi-seed1  -> is the folder of a run (it has
 +prepare --out {zoo}/texts  -> texts is not empty and was not made by this command: move it or give
 # modules of the user
-+eval|sliding|erf|verdict|fire-fit|bias|list|report|figures|bench|train|sweep --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0)
++eval|sliding|key-tokens|context-use|erf|verdict|fire-fit|bias|list|report|figures|bench|train|sweep --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0)
 +list --rpe-module {zoo}/absent.py  -> --rpe-module absent.py does not exist: name a Python file
 +list --rpe-module {zoo}/folder  -> --rpe-module folder is not a file: name a Python file
 +list --rpe-module {zoo}/binary.py  -> --rpe-module binary.py: SyntaxError: source code string cannot contain
@@ -147,16 +149,16 @@ eval {good} {zoo}/pipe_corpus.json --lengths 64  -> pipe_corpus.json/corpus.json
 erf {good} {zoo}/absent  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 train {zoo}/absent --rpe alibi --out {here}/r  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 sweep {zoo}/absent --encodings alibi --out {here}/s --lengths 64  -> data folder absent does not exist
-+eval|sliding|sweep --split exam  -> data has no exam.idx: it is not a binarised data folder with
++eval|sliding|key-tokens|context-use|sweep --split exam  -> data has no exam.idx: it is not a binarised data folder with
 # specs
-+eval|train --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
++eval|key-tokens|train --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 verdict|trf|fire-fit|bias|figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 +sweep --encodings typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 +eval|train --rpe ''  -> --rpe: is empty: write name or name:key=value,key=value
 bias window:window=99999999999999999999999  -> option 'window' of 'window' must be at most 1000000000, not
 bias t5_bias:buckets=1000000  -> option 'buckets' of 't5_bias' must be at most 65536
 bias fire:hidden_width=9  -> 'fire' has no option 'hidden_width' (did you mean 'hidden'?); its
-+eval|sliding --positions-eval wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
++eval|sliding|key-tokens|context-use --positions-eval wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
 +train --positions-train wrap  -> unknown position transform 'wrap'
 +eval --positions-eval interpolate:ratio=0  -> option 'ratio' of 'interpolate' must be more than 0 and at most 1, not
 +eval --positions-eval offset:tokens=1e400  -> option 'tokens' of 'offset' wants a whole number, not '1e400'
@@ -175,12 +177,26 @@ eval --rpe  -> --rpe: expected one argument
 +eval --lengths ''  -> --lengths: is empty: give at least one number
 +eval --device gpu  -> --device: invalid choice: 'gpu' (choose from 'auto', 'cpu', 'cuda')
 +eval|bench|train --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or check
+needle-attention {good} --length 0  -> --length: '0' is not a whole number from 1 to
+needle-attention {good} --example -1  -> --example: '-1' is not a whole number from 0 to
+needle-attention {good} --depth -0.5  -> --depth: '-0.5' is not
+needle-attention {good}  -> good.pt was not trained on an algorithmic task: use fairseq-rpe eval for text
 +eval-task --split exam  -> --split: invalid choice: 'exam' (choose from 'train', 'valid', 'test')
 +list --positions --algorithms  -> not allowed with
 user-dir extra  -> unrecognized arguments: extra
 prepare-corpus nothing  -> NAME: invalid choice: 'nothing' (choose from 'wikitext103'
 # eval, sliding, erf
 +eval --max-tokens 10  -> --max-tokens 10 is less than length 64: raise it
++key-tokens --max-tokens 10  -> --max-tokens 10 is less than length 512: raise it
++key-tokens --blocks document  -> data/test has no document boundaries
++key-tokens --out {zoo}/text  -> --out text exists and would be replaced: name another one, which ends in .json
++key-tokens --beta nan  -> --beta nan is not a log-probability: use 0 or less
++eval --key-tokens {zoo}/absent  -> --key-tokens absent does not exist: name a checkpoint or a file of key tokens
++eval --key-tokens {zoo}/garbage  -> garbage
++eval --key-tokens {zoo}/folder  -> folder is a folder: name a file
++eval --key-tokens {good}  -> that it chose itself, which is circular: use the key tokens of another checkpoint
++eval --key-tokens {zoo}/bad_row.jsonl  -> bad_row.jsonl: the file of key tokens lacks evaluator
++eval --shuffle-far  -> --shuffle-far needs --key-tokens: add it or drop the flag
 +eval|train|sweep --attention-backend flash  -> unknown attention backend 'flash'; known: auto, reference, sdpa, flex
 +eval --attention-prune 2  -> pruning leaves out at most EPS of each query's attention: 0 < EPS < 1
 +eval --attention-prune nan  -> pruning leaves out at most EPS of each query's attention: 0 < EPS < 1
@@ -264,15 +280,15 @@ NUMBERS = {
     "--valid-questions --documents --save-every --log-interval --updates --batch-sentences --warmup --update-freq "
     "--log-encodings-every --lengths --max-tokens --batch-size --position-samples --windows --stride --first-tokens --samples "
     "--population --iterations --beam --length --head --quantised --blocks --rows --train-length --batch --repeats "
-    "--devices --top-k",
+    "--devices --top-k --short-context --stretch",
     "a whole number from 1 to 4294967295": "--seed --seeds",
     "a whole number from 0 to 1000000000": "--node-rank --query --layers",
     "a whole number from 1 to 1024": "--nodes --nproc --jobs --heads",
     "a whole number from 0 to 256": "--workers",
     "a whole number from 1 to 65536": "--model-width --vocabulary --head-width",
-    "a number": "--depths --epsilon",
+    "a number": "--depths --epsilon --beta",
     "a number above 0 and at most 100": "--lr",
-    "a number from 0 on": "--temperature --min-lr --clip-norm --length-penalty --logit-softcap",
+    "a number from 0 on": "--alpha --depth --temperature --min-lr --clip-norm --length-penalty --logit-softcap",
     "a number from 0 to 100": "--weight-decay",
     "a number above 0 and at most 1": "--utilisation --top-p",
     "a number from 0 to below 1": "--min-p --dropout --attention-dropout --activation-dropout --betas",

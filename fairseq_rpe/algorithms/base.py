@@ -57,12 +57,19 @@ class Example:
         prompt: Words of the prompt.
         answer: Words of the answer.
         depth: Relative position of the answer in the prompt, from 0 to 1, in tests of tasks with depths.
+        label_indices: Indices of the prompt's words at which a model predicts the words of the answer, see
+            ``Algorithm.label_indices``; empty if the answer follows the prompt.
+        gaps: For each of these indices, the distance in tokens to the word of the prompt that the answer repeats.
+        needles: Start and end of the words of the prompt that state the answer, see ``Algorithm.needle_spans``.
     """
 
     length: int
     prompt: tuple[str, ...]
     answer: tuple[str, ...]
     depth: float | None = None
+    label_indices: tuple[int, ...] = ()
+    gaps: tuple[int, ...] = ()
+    needles: tuple[tuple[int, int], ...] = ()
 
 
 class Algorithm:
@@ -78,6 +85,7 @@ class Algorithm:
         paper: Reference.
         length_unit: Unit of lengths.
         variety_option: Option that increases the number of instances of a length.
+        has_labels: Whether the examples have labels inside the prompt, see :meth:`label_indices`.
         config: The options.
         spec: Canonical spec, which determines every example.
     """
@@ -87,6 +95,7 @@ class Algorithm:
     paper: ClassVar[str] = ""
     length_unit: ClassVar[str] = "items"
     variety_option: ClassVar[str] = "alphabet"
+    has_labels: ClassVar[bool] = False
 
     def __init__(self, name: str, config: Any) -> None:
         self.config = config
@@ -103,6 +112,27 @@ class Algorithm:
     def answer(self, items: list[int]) -> list[str]:
         """Return the words of the answer of an instance."""
         raise NotImplementedError
+
+    def label_indices(self, items: list[int]) -> list[int]:
+        """Return the indices of the prompt's words at which a model predicts the words of the answer, ascending.
+
+        An example with labels asks several questions inside one sequence. The model reads only the prompt, in one
+        forward pass. Word k of the answer is the label at the k-th of these indices: the model predicts it from the
+        words up to and including that index. Nothing else is learned or scored, not even the end of the sentence. The
+        list is empty for tasks whose answer follows the prompt.
+        """
+        return []
+
+    def gaps(self, items: list[int]) -> list[int]:
+        """Return for each of the :meth:`label_indices` the distance in tokens to the word that the answer repeats."""
+        return []
+
+    def needle_spans(self, items: list[int]) -> list[tuple[int, int]]:
+        """Return where the prompt states the answer: the first index and the index after the last of each run of words.
+
+        The list is ascending; it is empty for tasks that have no needle.
+        """
+        return []
 
     def vocabulary(self) -> list[str]:
         """Return the words of the closed vocabulary in the order of their ids."""
@@ -166,13 +196,34 @@ class Algorithm:
         """Return the accuracy of a random guess at ``n`` items, or None if the task does not define it."""
         return None
 
+    def answer_from_suffix(self, suffix: list[str], n: int) -> list[str] | None:
+        """Return the best answer of a reader who sees only the last words of the prompt of an example of n items.
+
+        Args:
+            suffix: The last words of the prompt. For tasks with labels, the last words up to and including the index of
+                a label.
+            n: Number of items of the example.
+
+        Returns:
+            The answer, for tasks with labels the one word of this label; None if the suffix leaves only a guess.
+        """
+        return None
+
     def _example(self, split: str, n: int, draw: Callable[[], list[int]], depth: float | None = None) -> Example:
         for _ in range(_MAX_TRIES):
             items = draw()
             prompt = tuple(self.prompt(items))
             # prompts longer than in training cannot appear in it, so every split may have them
             if n > self.config.items or split_of_prompt(prompt) == split:
-                return Example(n, prompt, tuple(self.answer(items)), depth)
+                return Example(
+                    length=n,
+                    prompt=prompt,
+                    answer=tuple(self.answer(items)),
+                    depth=depth,
+                    label_indices=tuple(self.label_indices(items)),
+                    gaps=tuple(self.gaps(items)),
+                    needles=tuple(self.needle_spans(items)),
+                )
         message = f"'{self.spec}': none of the few instances of {n} {self.length_unit} belongs to the {split} split"
         raise UserError(f"{message}: raise {self.variety_option}")
 

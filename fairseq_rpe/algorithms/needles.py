@@ -12,8 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fairseq_rpe.algorithms.base import SPLITS, Algorithm, Example, TaskOptions, register
+from fairseq_rpe.algorithms.base import SPLITS, Example, TaskOptions, register
 from fairseq_rpe.algorithms.lists import alphabet
+from fairseq_rpe.algorithms.token_lengths import TokenTask
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
 
@@ -39,7 +40,7 @@ class DepthOptions(TaskOptions):
     depths: int = option(11, "number of depths in the test, in equal steps from 0 to 1", minimum=2, maximum=101)
 
 
-class DepthTask(Algorithm):
+class DepthTask(TokenTask):
     """Base class of tasks with an answer at some depth. Implement ``draw_at_depth`` and ``min_tokens`` too.
 
     Training and validation draw length and depth. The test split has ``test`` examples of each length and depth with
@@ -47,20 +48,6 @@ class DepthTask(Algorithm):
     """
 
     Config: ClassVar[type] = DepthOptions
-    length_unit = "tokens"
-
-    def __init__(self, name: str, config: Any) -> None:
-        super().__init__(name, config)
-        if config.least < self.min_tokens:
-            raise UserError(
-                f"'{self.spec}': {config.least} tokens are too few, the shortest example has {self.min_tokens}: "
-                f"raise least{' and items' if config.items < self.min_tokens else ''} to at least {self.min_tokens}"
-            )
-
-    @property
-    def min_tokens(self) -> int:
-        """Number of tokens of the shortest example."""
-        raise NotImplementedError
 
     def draw_at_depth(self, n: int, depth: float | None, random: np.random.Generator) -> list[int]:
         """Draw a random instance.
@@ -79,19 +66,6 @@ class DepthTask(Algorithm):
         """Draw a random instance of n tokens with the depth of training."""
         return self.draw_at_depth(n, self.config.depth, random)
 
-    def num_tokens(self, n: int) -> int:
-        """Return n: lengths are in tokens."""
-        return n
-
-    def lengths(self, split: str) -> list[int]:
-        """Return the lengths of a split; of the test split M, 2M, 4M, … and times·M."""
-        if split != "test":
-            return super().lengths(split)
-        lengths, last = [self.config.items], self.max_length(split)
-        while 2 * lengths[-1] < last:
-            lengths.append(2 * lengths[-1])
-        return lengths if lengths[-1] == last else [*lengths, last]
-
     def missing_lengths(self, split: str, lengths: Any) -> str | None:
         """Return a message if a split cannot have some of ``lengths``, or None."""
         if split != "test":
@@ -105,10 +79,6 @@ class DepthTask(Algorithm):
         """Return the depths of the test split in equal steps; other splits have none."""
         steps = self.config.depths - 1
         return tuple(k / steps for k in range(steps + 1)) if split == "test" else ()
-
-    def examples_per_length(self, split: str) -> float:
-        """Return the number of examples per length and depth."""
-        return float(self.config.test) if split == "test" else super().examples_per_length(split)
 
     def examples(self, split: str) -> Iterator[Example]:
         """Generate the examples of a split; of the test split, by length and depth."""
@@ -186,6 +156,11 @@ class Passkey(DepthTask):
         """Return the digits of the key."""
         _before, _after, _start, *digits = items
         return [string.digits[digit] for digit in digits]
+
+    def needle_spans(self, items: list[int]) -> list[tuple[int, int]]:
+        """Return the span of the line that states the key."""
+        start = len(self.head) + items[0]
+        return [(start, start + len(self.line(self.answer(items))))]
 
     def vocabulary(self) -> list[str]:
         """Return the words of the text, the line and the question, and the digits."""
@@ -296,6 +271,13 @@ class Retrieval(DepthTask):
         """Return the value of the queried pair."""
         pairs = self._unpack(items)
         return pairs.values[pairs.queried]
+
+    def needle_spans(self, items: list[int]) -> list[tuple[int, int]]:
+        """Return the span of the queried pair: its key, the colon and its value."""
+        length, queried, *_ = items
+        num_padding = length - self.num_pairs(length) * self.pair_tokens - (self.config.key + 2 + self.config.value)
+        start = num_padding + queried * self.pair_tokens
+        return [(start, start + self.pair_tokens - 1)]
 
     def vocabulary(self) -> list[str]:
         """Return the separators and the alphabet."""

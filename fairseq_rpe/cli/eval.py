@@ -2,11 +2,13 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fairseq_rpe.cli.options import add_checkpoint_options, add_no_cache, int_list, positive_int
 from fairseq_rpe.cli.printing import Column, ResultPrinter, add_json, decimals, seconds
+from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.utils.records import from_attributes
 
 if TYPE_CHECKING:
@@ -37,6 +39,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--attention-backend", metavar="NAME", help="attention backend (default: the checkpoint's)")
     add_no_cache(parser)
+    about = "measure LongPPL: the losses of key tokens, from a file of key-tokens or chosen by a reference checkpoint"
+    parser.add_argument("--key-tokens", type=Path, metavar="FROM", help=about)
+    about = "with --key-tokens: also measure the losses with other text in place of the tokens before the short context"
+    parser.add_argument("--shuffle-far", action="store_true", help=about)
+    about = "with --key-tokens: evaluate a checkpoint on key tokens that it chose itself, which is circular"
+    parser.add_argument("--allow-self-evaluation", action="store_true", help=about)
     parser.add_argument(
         "--attention-prune",
         type=float,
@@ -59,6 +67,11 @@ def run(args: argparse.Namespace) -> None:
     """Run ``eval``."""
     from fairseq_rpe.evaluation.records import TextKey, TextRequest, TextResult, resume_results
 
+    if args.key_tokens is not None:
+        return _run_key_tokens(args)
+    for flag in ("shuffle_far", "allow_self_evaluation"):
+        if getattr(args, flag):
+            raise UserError(f"--{flag.replace('_', '-')} needs --key-tokens: add it or drop the flag")
     if args.lengths is None:
         from fairseq_rpe.evaluation.checkpoint_defaults import default_lengths
 
@@ -82,6 +95,44 @@ def run(args: argparse.Namespace) -> None:
             rows.add(result)
     finally:
         rows.flush()
+
+
+def _run_key_tokens(args: argparse.Namespace) -> None:
+    """Run ``eval --key-tokens``."""
+    from fairseq_rpe.evaluation.checkpoint_defaults import default_lengths, with_checkpoint_rotation
+    from fairseq_rpe.evaluation.key_token_records import KeyTokenEvalRequest, KeyTokenResult
+    from fairseq_rpe.evaluation.key_tokens import load_or_find_key_tokens, make_evaluator
+    from fairseq_rpe.evaluation.records import resume_results
+
+    request = with_checkpoint_rotation(from_attributes(KeyTokenEvalRequest, args, lengths=args.lengths or ()))
+    key_tokens = load_or_find_key_tokens(request, args.key_tokens, args.out)
+    lengths = args.lengths or default_lengths(
+        request.checkpoint, request.data, request.split, request.rpe, request.positions_eval, key_tokens.blocks
+    )
+    request = replace(request, lengths=lengths, blocks=key_tokens.blocks)
+    keys = request.key_token_keys(key_tokens)
+    printer = ResultPrinter(_key_token_columns(key_tokens.short_context, request.shuffle_far), args.json)
+    for result in resume_results(KeyTokenResult, args.out, keys, lambda _: make_evaluator(request, key_tokens)):
+        printer.add(result)
+
+
+def _key_token_columns(short_context: int, shuffle_far: bool) -> list[Column]:
+    """Return the columns of results on key tokens."""
+    columns = [
+        Column("length", 8, lambda r: str(r.length)),
+        Column("LongPPL", 12, lambda r: decimals(r.long_ppl)),
+        Column(f"with {short_context}", 12, lambda r: decimals(2.0**r.short_loss_base2)),
+    ]
+    if shuffle_far:
+        columns.append(Column("far replaced", 12, lambda r: decimals(2.0**r.shuffled_loss_base2)))
+    columns += [
+        Column("perplexity", 12, lambda r: decimals(r.ppl)),
+        Column("key tokens", 12, lambda r: f"{r.key_count:,}"),
+        Column("share", 8, lambda r: f"{r.key_share:.2%}"),
+        Column("seconds", 9, seconds),
+        Column("", 0, lambda r: "" if r.has_enough_tokens else "too few for a verdict", left=True),
+    ]
+    return columns
 
 
 class _Rows:

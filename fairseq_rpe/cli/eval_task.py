@@ -2,6 +2,8 @@
 
 import argparse
 import functools
+from pathlib import Path
+from typing import Any
 
 from fairseq_rpe.cli.options import add_checkpoint_options, float_list, int_list, positive_int
 from fairseq_rpe.cli.printing import Column, ResultPrinter, add_json, seconds
@@ -19,20 +21,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     parser.add_argument("--split", default="test", choices=("train", "valid", "test"), help="split (default: test)")
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="numbers of items (default: all)")
-    about = "depths of the answer, from 0 (first) to 1 (last), for passkey and retrieval (default: the task's)"
+    about = "depths of the answer, from 0 (first) to 1 (last), for tasks with depths (default: the task's)"
     parser.add_argument("--depths", type=float_list, metavar="X,X,...", help=about)
     about = "unit of M and L in the ratio M/L of interpolated positions (default: items)"
     parser.add_argument("--ratio-unit", choices=("items", "tokens"), default="items", help=about)
     parser.add_argument(
         "--batch-size", type=positive_int, default=256, metavar="N", help="examples per batch (default: 256)"
     )
+    about = "JSON-lines file to which the predicted answers are appended; a result without them is measured again"
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help=about)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run ``eval-task``."""
     from fairseq_rpe.evaluation.checkpoint_defaults import with_checkpoint_rotation
-    from fairseq_rpe.evaluation.exact_match import checkpoint_algorithm, make_evaluator
-    from fairseq_rpe.evaluation.records import ExactMatchRequest, ExactMatchResult, resume_results
+    from fairseq_rpe.evaluation.exact_match import make_evaluator
+    from fairseq_rpe.evaluation.predictions import keys_without_predictions
+    from fairseq_rpe.evaluation.records import ExactMatchKey, ExactMatchRequest, ExactMatchResult, resume_results
+    from fairseq_rpe.evaluation.task_model import checkpoint_algorithm
     from fairseq_rpe.runs import checkpoints
 
     request = with_checkpoint_rotation(from_attributes(ExactMatchRequest, args))
@@ -40,6 +46,9 @@ def run(args: argparse.Namespace) -> None:
     algorithm = checkpoint_algorithm(checkpoint)
     with Progress(algorithm.spec, "tokens") as bar:
         begin, keys = functools.partial(make_evaluator, request, checkpoint, bar), request.keys(algorithm)
+        repeated: set[ExactMatchKey] = set()
+        if request.predictions is not None:
+            repeated = keys_without_predictions(request.predictions, keys, args.out)
         deep = any(key.depth is not None for key in keys)
         depth = [Column("depth", 6, lambda r: "" if r.depth is None else f"{r.depth:g}")] if deep else []
         columns = [
@@ -49,7 +58,13 @@ def run(args: argparse.Namespace) -> None:
             Column("right", 8, lambda r: f"{r.right:,}"),
             Column("examples", 9, lambda r: f"{r.examples:,}"),
             Column("seconds", 9, seconds),
+            *([Column("exact % by gap", 16, _by_gap)] if algorithm.has_labels else []),
         ]
         printer = ResultPrinter(columns, args.json, bar.write)
-        for result in resume_results(ExactMatchResult, args.out, keys, begin):
+        for result in resume_results(ExactMatchResult, args.out, keys, begin, repeated):
             printer.add(result)
+
+
+def _by_gap(result: Any) -> str:
+    """Return the accuracies by gap; "8: 97.5" stands for gaps of 8 to 15 tokens."""
+    return ", ".join(f"{count.gap}: {100 * count.right / count.examples:.1f}" for count in result.by_gap or ())

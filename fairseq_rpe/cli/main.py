@@ -67,11 +67,18 @@ COMMANDS = {
     "sweep": Command(_TRAINING, "sweep", "train several encodings and evaluate each of them at several lengths"),
     "plan": Command(_TRAINING, "plan", "estimate FLOPs, memory and time of a sweep or a training, without training"),
     "eval": Command(_EVALUATION, "eval", "evaluate the perplexity of a checkpoint at several lengths"),
+    "key-tokens": Command(_EVALUATION, "key_tokens", "find the tokens whose prediction needs a long context"),
+    "context-use": Command(
+        _EVALUATION, "context_use", "compare the losses of tokens by the distance of their last occurrence"
+    ),
     "eval-task": Command(_EVALUATION, "eval_task", "measure the exact-match accuracy on an algorithmic task"),
     "eval-questions": Command(_EVALUATION, "eval_questions", "answer a question data set and score the answers"),
     "generate": Command(_EVALUATION, "generate", "continue prompts with a checkpoint: text, tasks and questions"),
     "sliding": Command(_EVALUATION, "sliding", "compare sliding-window with non-overlapping evaluation"),
     "erf": Command(_EVALUATION, "erf", "measure the empirical receptive field of checkpoints"),
+    "needle-attention": Command(
+        _EVALUATION, "needle_attention", "draw which heads of a checkpoint attend to the needle of an example"
+    ),
     "longrope-search": Command(
         _EVALUATION, "longrope_search", "search LongRoPE factors that extend a checkpoint's context"
     ),

@@ -64,12 +64,13 @@ def run(args: argparse.Namespace) -> None:
     """Run ``sliding``."""
     from fairseq_rpe.data.folder import check_output
     from fairseq_rpe.evaluation import sliding
-    from fairseq_rpe.evaluation.loading import label_checkpoints
+    from fairseq_rpe.evaluation.loading import choose_blocks, label_checkpoints
     from fairseq_rpe.figures import timing
     from fairseq_rpe.figures.style import figures_at_width, save
 
     subjects = label_checkpoints(args.checkpoints, args.rpe_module)
-    request = sliding.with_blocks(from_attributes(sliding.SlidingRequest, args), subjects)
+    args.blocks = choose_blocks(args.blocks, subjects)
+    request = from_attributes(sliding.SlidingRequest, args)
     request.tokens_to_score()
     check_output(args.out, (_RESULTS, _CSV, _MARKDOWN, _LATEX, _PNG, _PDF))
     rows = sliding.compare_windows(request, subjects, args.out / _RESULTS)

@@ -11,13 +11,16 @@ from fairseq_rpe.core.layer_pattern import is_pattern, parse_pattern
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import load_module, registry
 from fairseq_rpe.evaluation.generation_records import GenerationRequest
+from fairseq_rpe.evaluation.key_token_records import KeyTokenEvalRequest, KeyTokenRequest
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.question_records import QuestionRequest
 from fairseq_rpe.evaluation.records import ExactMatchRequest, TextRequest
 from fairseq_rpe.runs import checkpoints
 
 LENGTH_MULTIPLES = (1, 2, 4, 8, 16)  # default evaluation lengths, in training lengths
-Request = TypeVar("Request", TextRequest, ExactMatchRequest, QuestionRequest, GenerationRequest)
+Request = TypeVar(
+    "Request", KeyTokenRequest, KeyTokenEvalRequest, TextRequest, ExactMatchRequest, QuestionRequest, GenerationRequest
+)
 
 
 def default_lengths(

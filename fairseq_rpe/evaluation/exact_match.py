@@ -1,4 +1,7 @@
-"""Exact-match accuracy on algorithmic tasks, by number of items and depth, by greedy decoding with the KV cache."""
+"""Exact-match accuracy on algorithmic tasks, by number of items and depth, by greedy decoding with the KV cache.
+
+A task with labels inside its prompts asks several questions in a sequence. One forward pass evaluates an example.
+"""
 
 import functools
 import os
@@ -8,13 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fairseq_rpe import algorithms, positions
+from fairseq_rpe import positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.decoder.generation import check_length_independent, greedy_steps
-from fairseq_rpe.evaluation.loading import load_model
-from fairseq_rpe.evaluation.records import ExactMatchKey, ExactMatchRequest, ExactMatchResult
-from fairseq_rpe.positions import registry
-from fairseq_rpe.positions.position_transforms import seeded_generator
+from fairseq_rpe.decoder.generation import greedy_steps
+from fairseq_rpe.evaluation.example_scores import pack_hits
+from fairseq_rpe.evaluation.needle_attention import measure_head_attention
+from fairseq_rpe.evaluation.needle_records import HeadAttention, middle_depth
+from fairseq_rpe.evaluation.predictions import append_predictions
+from fairseq_rpe.evaluation.records import ExactMatchKey, ExactMatchRequest, ExactMatchResult, GapAccuracy
+from fairseq_rpe.evaluation.task_model import TaskModel, cut_after
 from fairseq_rpe.runs.checkpoints import RpeCheckpoint
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.tasks.algorithmic import AlgorithmDataset
@@ -22,36 +27,6 @@ from fairseq_rpe.utils.progress import Progress
 
 # Query-key pairs of the prompts in a batch, whatever its size: 256 prompts of 256 tokens. Bounds the attention memory.
 _MAX_PAIRS = 256**3
-
-
-def checkpoint_algorithm(checkpoint: RpeCheckpoint) -> algorithms.Algorithm:
-    """Return the algorithmic task that a checkpoint was trained on.
-
-    Args:
-        checkpoint: a loaded checkpoint.
-
-    Raises:
-        UserError: it was trained on text.
-    """
-    spec = checkpoint.task.get("algorithm")
-    if not spec:
-        raise UserError(f"{checkpoint.path} was not trained on an algorithmic task: use fairseq-rpe eval for text")
-    return algorithms.build(str(spec))
-
-
-def explicit_ratio(spec: str, train_length: int, length: int) -> str:
-    """Return ``spec`` with an automatic interpolation ratio replaced by its value, min(1, train_length / length).
-
-    Args:
-        spec: spec of a position transform; one without an automatic ratio is returned as it is.
-        train_length: training length, in items or tokens.
-        length: evaluation length, in the same unit.
-
-    >>> explicit_ratio("interpolate", 20, 80)
-    'interpolate:ratio=0.25'
-    """
-    cls, _, config = registry.resolve(spec)
-    return cls.spec_for_length(config, train_length, length) or spec
 
 
 def make_evaluator(
@@ -94,13 +69,12 @@ class _Evaluator:
 
     def __init__(self, request: ExactMatchRequest, checkpoint: RpeCheckpoint, bar: Progress) -> None:
         self._request, self._checkpoint, self._bar = request, checkpoint, bar
-        self._algorithm = checkpoint_algorithm(checkpoint)
-        self._model, self._task = load_model(request.checkpoint, request, log=request.log)
-        check_length_independent(self._model)
-        self._transforms = self._model.decoder.position_transforms
-        default = self._transforms.train.evaluation
-        # Spec of the position transform; an automatic ratio is replaced for each length.
-        self._transform = str(request.positions_eval or checkpoint.model.get("positions_eval") or default)
+        self._task_model = TaskModel(request, checkpoint)
+        self._algorithm, self._model, self._task = (
+            self._task_model.algorithm,
+            self._task_model.model,
+            self._task_model.task,
+        )
         # Dataset, and indices of the key's examples in it.
         self._examples: dict[ExactMatchKey, tuple[AlgorithmDataset, Tensor]] = {}
 
@@ -113,54 +87,84 @@ class _Evaluator:
         data, indices = self._examples[key] = self._select_examples(key)
         if not len(indices):
             raise UserError(f"the {key.split} split has no example of {key.length} items: leave it out")
-        self._fix_positions(key.length, None)
-        _, answers = data.prompts(indices[:1].tolist())  # answers of one length have the same number of tokens
+        self._task_model.fix_positions(key.length, None)
+        if self._algorithm.has_labels:
+            return len(indices) * self._algorithm.num_tokens(key.length)
+        _, answers = data.prompts(indices[:1].tolist())  # answers of one length have about the same number of tokens
         return len(indices) * answers.shape[1]
 
     def __call__(self, key: ExactMatchKey) -> ExactMatchResult:
         """Measure one key."""
         start = time.monotonic()
-        transform = self._fix_positions(key.length, None)
+        transform = self._task_model.fix_positions(key.length, None)
         is_random = positions.build(transform, self._task.train_tokens).random
+        has_labels = self._algorithm.has_labels
         data, indices = self._examples[key]
-        device = next(self._model.parameters()).device
-        right = 0
+        predict = self._predict_labels if has_labels else self._generate
+        is_right = []  # (B,) for each batch, or (B, Q) for a task with Q labels
+        predictions: list[str] = []
         max_prompts = max(1, _MAX_PAIRS // self._algorithm.num_tokens(key.length) ** 2)
         for batch in indices.split(min(self._request.batch_size, max_prompts)):
-            prompts, answers = data.prompts(batch.tolist())  # (B, P), (B, A)
+            rows = batch.tolist()
             if is_random:
-                self._fix_positions(key.length, prompts)
-            count_tokens = functools.partial(self._bar.update, len(batch))
-            generated = greedy_steps(self._model, prompts.to(device), answers.shape[1], count_tokens)  # (B, A)
-            right += int(torch.eq(generated.cpu(), answers).all(1).sum())
+                self._task_model.fix_positions(
+                    key.length, data.questions(rows)[0] if has_labels else data.prompts(rows)[0]
+                )
+            predicted, answers = predict(data, rows)  # (B, A), (B, A) or (B, Q), (B, Q)
+            is_equal = compare_tokens(predicted, answers, data.dictionary.pad())  # (B, A) or (B, Q)
+            is_right.append(is_equal if has_labels else is_equal.all(1))
+            if self._request.predictions is not None:
+                end = None if has_labels else data.dictionary.eos()
+                predictions += [data.decode(cut_after(tokens, end)) for tokens in predicted.tolist()]
+        if self._request.predictions is not None:
+            # before the result, so that a result that is stored has its predictions
+            append_predictions(self._request.predictions, key, predictions, self._head_attention(key, data))
+        is_right_by_example = torch.cat(is_right)  # (N,) or (N, Q)
+        right, examples = int(is_right_by_example.sum()), is_right_by_example.numel()
+        gaps = [data.examples[i].gaps for i in indices.tolist()] if has_labels else None
         return ExactMatchResult(
             **vars(key),
-            examples=len(indices),
+            examples=examples,
             right=right,
-            accuracy=right / len(indices),
+            accuracy=right / examples,
+            by_gap=None if gaps is None else _count_by_gap(gaps, is_right_by_example),
             encoding=self._checkpoint.encoding,
             transform=transform,
             seconds=round(time.monotonic() - start, 3),
+            hits=pack_hits(is_right_by_example.flatten().numpy()),
         )
 
-    def _fix_positions(self, length: int, prompts: Tensor | None) -> str:
-        """Fix the positions of prompt and answer of ``length`` items before decoding; return the transform's spec.
+    def _head_attention(self, key: ExactMatchKey, data: AlgorithmDataset) -> HeadAttention | None:
+        """Return the attention to the needle of the first example at the middle depth; None at other depths."""
+        depths = self._algorithm.depths(key.split)
+        if key.depth is None or key.depth != middle_depth(depths) or not data.examples[0].needles:
+            return None
+        self._task_model.fix_positions(key.length, data.prompts([0])[0])
+        return measure_head_attention(self._model, data)
 
-        Random positions are sampled for each of ``prompts`` (B, P); without prompts they are only checked.
+    def _generate(self, data: AlgorithmDataset, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Generate the answers of B examples greedily; return them and the right answers, (B, A) each."""
+        prompts, answers = data.prompts(rows)  # (B, P), (B, A)
+        count_tokens = functools.partial(self._bar.update, len(rows))
+        device = next(self._model.parameters()).device
+        return greedy_steps(self._model, prompts.to(device), answers.shape[1], count_tokens).cpu(), answers
+
+    @torch.no_grad()
+    def _predict_labels(self, data: AlgorithmDataset, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the most likely token at each of Q labels of B examples, and the right tokens, (B, Q) each.
+
+        One forward pass predicts all labels.
         """
-        tokens, train_tokens = self._algorithm.num_tokens(length), self._task.train_tokens
-        if self._request.ratio_unit == "items":
-            spec = explicit_ratio(self._transform, self._algorithm.max_length("train"), length)
-        else:
-            spec = explicit_ratio(self._transform, train_tokens, tokens)
-        transform = positions.build(spec, train_tokens)
-        if prompts is None or not transform.random:
-            frozen = positions.freeze(transform, tokens, seeded_generator(self._transform, length))
-        else:
-            generators = [seeded_generator(self._transform, length, prompt) for prompt in prompts.tolist()]
-            frozen = positions.freeze_rows(transform, [tokens] * len(generators), generators)
-        self._transforms.evaluation = frozen
-        return spec
+        prompts, label_indices, answers = data.questions(rows)  # (B, T), (B, Q), (B, Q)
+        device = next(self._model.parameters()).device
+        features = self._model(prompts.to(device), features_only=True)[0]  # (B, T, C)
+        queries = features[torch.arange(len(rows))[:, None].to(device), label_indices.to(device)]  # (B, Q, C)
+        logits = self._model.decoder.output_layer(queries).float()  # (B, Q, V)
+        if bool(logits.isnan().any()):
+            raise UserError("this model's predictions are NaN: use an earlier checkpoint of its training")
+        logits[..., data.dictionary.pad()] = -torch.inf  # padding is never predicted
+        self._bar.update(prompts.numel())
+        return logits.argmax(-1).cpu(), answers
 
     def _select_examples(self, key: ExactMatchKey) -> tuple[AlgorithmDataset, Tensor]:
         """Return a dataset and the indices of the key's examples in it."""
@@ -171,3 +175,35 @@ class _Evaluator:
             return data, torch.from_numpy(data.items == key.length).nonzero().flatten()
         examples = list(self._algorithm.examples_at_depth(key.split, key.length, key.depth))
         return AlgorithmDataset(examples, self._task.source_dictionary), torch.arange(len(examples))
+
+
+def compare_tokens(predicted: Tensor, answers: Tensor, pad: int) -> Tensor:
+    """Return for each token whether a prediction is right.
+
+    Args:
+        predicted: (B, A) predicted tokens.
+        answers: (B, A) right tokens; an answer that is shorter than others is padded after its end.
+        pad: id of padding, at which any prediction is right.
+
+    Returns:
+        (B, A) bool.
+    """
+    return torch.eq(predicted, answers) | answers.eq(pad)
+
+
+def _count_by_gap(gaps: Sequence[Sequence[int]], is_right: Tensor) -> tuple[GapAccuracy, ...]:
+    """Count questions and right answers in bins of the gap: 1, 2 to 3, 4 to 7 and so on; empty bins are left out.
+
+    Args:
+        gaps: the gaps of Q questions in tokens, at least 1, for each of N examples.
+        is_right: (N, Q) bool, whether each question is answered correctly.
+
+    Returns:
+        The counts of each bin, by ascending gap.
+    """
+    # floating-point logarithms would round
+    exponents = torch.tensor([[gap.bit_length() - 1 for gap in row] for row in gaps])  # (N, Q)
+    return tuple(
+        GapAccuracy(gap=2**k, examples=int((exponents == k).sum()), right=int(is_right[exponents == k].sum()))
+        for k in exponents.unique().tolist()
+    )

@@ -137,6 +137,22 @@ def label_checkpoints(paths: Sequence[Path], rpe_module: Path | None = None) -> 
     ]
 
 
+def choose_blocks(blocks: Blocks | None, subjects: Sequence[LabelledCheckpoint]) -> Blocks:
+    """Return ``blocks``, or those of the checkpoints' training if ``blocks`` is None.
+
+    Args:
+        blocks: stream or document, or None.
+        subjects: the checkpoints, at least one.
+
+    Raises:
+        UserError: ``blocks`` is None and the checkpoints were not all trained on one kind of blocks.
+    """
+    kinds = {subject.blocks for subject in subjects}
+    if blocks is None and len(kinds) > 1:
+        raise UserError("some of these models were trained on a stream, others on documents: choose with --blocks")
+    return blocks or kinds.pop()
+
+
 def check_language_model(checkpoint: RpeCheckpoint, remedy: str = "") -> None:
     """Check that a checkpoint is a plain language model of this plugin.
 

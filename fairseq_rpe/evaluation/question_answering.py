@@ -1,9 +1,7 @@
 """Question answering: answer prepared questions by generation or likelihood, at several context lengths, and score."""
 
-import hashlib
 import json
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +15,19 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.decoder.beam_search import beam_search
 from fairseq_rpe.decoder.generation import check_length_independent, fixed_positions, greedy_search, score_choices
-from fairseq_rpe.evaluation.exact_match import explicit_ratio
+from fairseq_rpe.evaluation.example_scores import pack_scores
 from fairseq_rpe.evaluation.loading import check_language_model, load_model
-from fairseq_rpe.evaluation.question_records import QuestionKey, QuestionRequest, QuestionResult, score_by_distance
+from fairseq_rpe.evaluation.question_records import (
+    QuestionKey,
+    QuestionRequest,
+    QuestionResult,
+    predictions_path,
+    prompt_budget,
+    score_by_distance,
+    unique_name,
+)
 from fairseq_rpe.evaluation.records import read_results, resume_results
+from fairseq_rpe.evaluation.task_model import explicit_ratio
 from fairseq_rpe.questions import dataset, metrics
 from fairseq_rpe.questions.dataset import QuestionRow, QuestionRows, SetInfo
 from fairseq_rpe.questions.metrics import AnsweredQuestion
@@ -203,6 +210,7 @@ class _Evaluator:
             json_files.write_json(_predictions_path(self.request, key), predictions)
         items = [self.rows.with_prediction(row, predictions[row.id]) for row in rows]
         values, undefined = _compute_metrics(info, items)
+        question_scores = metrics.question_scores(info.published, items)
         return QuestionResult(
             **vars(key),
             encoding=self.checkpoint.encoding,
@@ -218,6 +226,7 @@ class _Evaluator:
             transform=self._position_transform(key),
             distances=score_by_distance(info.published, items, [row.distance for row in rows]),
             seconds=round(seconds, 3),
+            question_scores=None if question_scores is None else pack_scores(question_scores),
         )
 
     def _answer_all(self, key: QuestionKey) -> tuple[dict[str, str], float]:
@@ -254,7 +263,7 @@ def _plan_batches(
         if key.answer_mode == "likelihood" and not row.choices:
             raise UserError(f"question '{row.id}' of {key.set} has no choices to compare: use --answer-mode generation")
         fixed, document = rows.lengths(row)  # tokens of prompt and cue, and of the document
-        available = check_token_budget(fixed, _prompt_budget(key, rows, info, row), row.id)
+        available = check_token_budget(fixed, prompt_budget(key, rows, info, row), row.id)
         lost = max(0, document - available)
         planned.append(_PlannedQuestion(row, fixed + document - lost, lost))
     planned.sort(key=lambda question: -question.prompt_tokens)  # stable: equal lengths keep the order of the split
@@ -287,15 +296,6 @@ def _fits(batch: _Batch, model_rows: int, answer_tokens: int) -> bool:
     )
 
 
-def _prompt_budget(key: QuestionKey, rows: QuestionRows, info: SetInfo, row: QuestionRow) -> int:
-    """Return the tokens of the context that the prompt may have; the answer or the longest choice takes the others."""
-    answer_tokens = info.answer_tokens
-    if key.answer_mode == "likelihood":
-        # 1 + for the end of the answer, which is scored with each choice
-        answer_tokens = max(answer_tokens, 1 + max(int(rows.sizes[choice]) for choice in row.choices))
-    return key.length - answer_tokens
-
-
 def _answer_batch(
     model: Any, key: QuestionKey, rows: QuestionRows, info: SetInfo, batch: _Batch, on_step: Callable[[], object]
 ) -> list[str]:
@@ -303,7 +303,7 @@ def _answer_batch(
     questions = [question.row for question in batch.questions]
     prompts = []
     for row in questions:
-        prompt, _ = build_prompt(*rows.parts(row), _prompt_budget(key, rows, info, row), key.truncate, row.id)
+        prompt, _ = build_prompt(*rows.parts(row), prompt_budget(key, rows, info, row), key.truncate, row.id)
         prompts.append(prompt.tolist())
     if key.answer_mode == "likelihood":
         choices = [[rows.tokens(choice).tolist() for choice in row.choices] for row in questions]
@@ -332,21 +332,14 @@ def _compute_metrics(info: SetInfo, items: Sequence[AnsweredQuestion]) -> tuple[
 
 def _predictions_path(request: QuestionRequest, key: QuestionKey) -> Path:
     assert request.predictions is not None
-    return request.predictions / f"{_unique_name(key)}.json"
-
-
-def _unique_name(key: QuestionKey) -> str:
-    """Return a file name, without its suffix, that belongs to one key only."""
-    digest = hashlib.sha256(json.dumps(records.to_dict(key), sort_keys=True).encode()).hexdigest()[:12]
-    readable = re.sub(r"[^\w.-]", "_", key.set)
-    return f"{readable}-{key.length}-{digest}"
+    return predictions_path(request.predictions, key)
 
 
 def _partial_path(request: QuestionRequest, key: QuestionKey) -> Path | None:
     """Return the file for the answers of an unfinished measurement; None without ``out``."""
     if request.out is None:
         return None
-    return request.out.with_name(f"{request.out.name}.{_unique_name(key)}.partial")
+    return request.out.with_name(f"{request.out.name}.{unique_name(key)}.partial")
 
 
 def _read_partial(path: Path | None) -> list[_BatchAnswers]:

@@ -1,5 +1,8 @@
 """Measurement records of question answering: requests, keys and results, with scores by evidence distance."""
 
+import hashlib
+import json
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,15 +11,19 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import did_you_mean
+from fairseq_rpe.evaluation.example_scores import unpack_scores
 from fairseq_rpe.evaluation.records import EvalOverrides, Result, default_draws
 from fairseq_rpe.questions import dataset, metrics, prompt
+from fairseq_rpe.questions.dataset import QuestionRow, QuestionRows, SetInfo
 from fairseq_rpe.questions.metrics import AnsweredQuestion, is_streamable
 from fairseq_rpe.questions.prompt import Truncate
 from fairseq_rpe.utils import files
-from fairseq_rpe.utils.records import Count, Natural, TextTuple, from_attributes
+from fairseq_rpe.utils.records import Count, Natural, TextTuple, from_attributes, to_dict
 
 # The score of a hypothesis is divided by (answer tokens) ** penalty, which must stay finite.
 MAX_LENGTH_PENALTY = 10.0
@@ -188,6 +195,9 @@ class QuestionResult(QuestionKey, Result):
         transform: spec of the position transform that was used.
         distances: score by distance between the answer and the end of the document, if the dataset records it.
         seconds: duration of answering, without loading.
+        question_scores: score of each question in the order of the split, as packed by
+            :func:`~fairseq_rpe.evaluation.example_scores.pack_scores`; None if the published metric is not a mean
+            over questions. :meth:`scores_by_question` unpacks it.
     """
 
     key_type = QuestionKey
@@ -203,6 +213,50 @@ class QuestionResult(QuestionKey, Result):
     transform: str
     distances: tuple[DistanceBand, ...] = ()
     seconds: float | None = None
+    question_scores: str | None = None
+
+    def scores_by_question(self) -> np.ndarray | None:
+        """Return (questions,) float64 in percent: the published metric of each question; None if not recorded."""
+        return None if self.question_scores is None else unpack_scores(self.question_scores, self.questions)
+
+    def fault(self) -> str | None:
+        """Return the contradiction in these values as the end of a sentence, or None if there is none.
+
+        :mod:`fairseq_rpe.utils.records` calls it when it reads a record.
+        """
+        try:
+            self.scores_by_question()
+        except ValueError:
+            return f"has question_scores that are not {self.questions} scores"
+        return None
+
+
+def prompt_budget(key: QuestionKey, rows: QuestionRows, info: SetInfo, row: QuestionRow) -> int:
+    """Return the tokens of the context that a prompt may have; the answer or the longest choice takes the others.
+
+    Args:
+        key: length and way of answering.
+        rows: questions of the split.
+        info: the set of the question.
+        row: the question.
+    """
+    answer_tokens = info.answer_tokens
+    if key.answer_mode == "likelihood":
+        # 1 + for the end of the answer, which is scored with each choice
+        answer_tokens = max(answer_tokens, 1 + max(int(rows.sizes[choice]) for choice in row.choices))
+    return key.length - answer_tokens
+
+
+def unique_name(key: QuestionKey) -> str:
+    """Return a file name, without its suffix, that belongs to one key only."""
+    digest = hashlib.sha256(json.dumps(to_dict(key), sort_keys=True).encode()).hexdigest()[:12]
+    readable = re.sub(r"[^\w.-]", "_", key.set)
+    return f"{readable}-{key.length}-{digest}"
+
+
+def predictions_path(folder: Path, key: QuestionKey) -> Path:
+    """Return the file in the folder of ``--predictions`` that has the answers of a key by question id."""
+    return folder / f"{unique_name(key)}.json"
 
 
 def score_by_distance(

@@ -2,16 +2,19 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+import numpy as np
+
 from fairseq_rpe.algorithms import Algorithm
 from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation.example_scores import unpack_hits
 from fairseq_rpe.evaluation.position_limits import is_random
 from fairseq_rpe.utils import files, json_files, output_checks, records
 from fairseq_rpe.utils.records import Count, Loss, Natural, Perplexity, Share, Unbounded, from_attributes
@@ -273,6 +276,7 @@ class ExactMatchRequest(EvalOverrides):
         split: name of the split to score.
         ratio_unit: unit of the interpolation ratio.
         batch_size: upper limit of the examples in a batch.
+        predictions: JSON-lines file for the predicted answers; None: they are not stored.
         log: log file, named in error messages.
     """
 
@@ -282,6 +286,7 @@ class ExactMatchRequest(EvalOverrides):
     split: str = "test"
     ratio_unit: Literal["items", "tokens"] = "items"
     batch_size: int = 256
+    predictions: Path | None = None
     log: Path | None = None
 
     def keys(self, algorithm: Algorithm) -> list[ExactMatchKey]:
@@ -313,15 +318,34 @@ class ExactMatchRequest(EvalOverrides):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GapAccuracy:
+    """Accuracy on the labels whose gap lies between a power of two and the next power of two.
+
+    Attributes:
+        gap: the smallest gap g in tokens, a power of two; the gaps are g to 2·g − 1.
+        examples: number of labels with such a gap.
+        right: number of them that are predicted correctly.
+    """
+
+    gap: Count
+    examples: Count
+    right: Natural
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExactMatchResult(ExactMatchKey, Result):
     """Exact-match accuracy on examples of ``length`` items.
 
     Attributes:
-        examples: number of examples.
-        right: number of examples whose whole answer is right.
+        examples: number of examples; for tasks with labels inside their prompts, the number of labels.
+        right: number of examples whose whole answer is right, or of labels that are predicted correctly.
         accuracy: right / examples.
         transform: spec of the position transform that was used.
         seconds: duration of the measurement.
+        by_gap: counts by gap, for tasks with labels inside their prompts; None for other tasks.
+        hits: one bit for each of the ``examples``, whether it is right, as packed by
+            :func:`~fairseq_rpe.evaluation.example_scores.pack_hits`. The examples have the order in which the task
+            generates them; the labels of an example follow one another. :meth:`is_right` unpacks it.
     """
 
     key_type = ExactMatchKey
@@ -330,6 +354,25 @@ class ExactMatchResult(ExactMatchKey, Result):
     accuracy: Share
     transform: str
     seconds: float | None = None
+    by_gap: tuple[GapAccuracy, ...] | None = None
+    hits: str | None = None
+
+    def is_right(self) -> np.ndarray | None:
+        """Return (examples,) bool: whether each example or label is right; None for results of earlier versions."""
+        return None if self.hits is None else unpack_hits(self.hits, self.examples)
+
+    def fault(self) -> str | None:
+        """Return the contradiction in these values as the end of a sentence, or None if there is none.
+
+        :mod:`fairseq_rpe.utils.records` calls it when it reads a record.
+        """
+        try:
+            is_right = self.is_right()
+        except ValueError:
+            return f"has hits that are not {self.examples} bits"
+        if is_right is not None and int(is_right.sum()) != self.right:
+            return f"has hits that do not count {self.right} right examples"
+        return None
 
 
 def document_context(blocks: str, separate: bool) -> Context:
@@ -380,6 +423,7 @@ def resume_results(
     path: Path | None,
     keys: Sequence[Any],
     make_evaluator: Callable[[Any], Callable[[Any], ResultType]],
+    repeated: Collection[Any] = (),
 ) -> Iterator[ResultType]:
     """Yield the result of every key, in order, and measure only those that ``path`` does not have yet.
 
@@ -389,6 +433,8 @@ def resume_results(
         keys: keys of the requested results.
         make_evaluator: called once with the missing keys, if there are any; loads the model and returns the function
             that measures one key.
+        repeated: keys that are measured even if ``path`` has their results, because another output lacks them. The new
+            result is appended, and the last result of a key counts.
 
     Yields:
         A result, as soon as it is stored.
@@ -398,7 +444,8 @@ def resume_results(
     """
     if path:
         output_checks.check_plain_file("--out", path)
-    results = {result.key: result for result in (read_results(kind, path) if path else [])}
+    stored = read_results(kind, path) if path else []
+    results = {result.key: result for result in stored if result.key not in repeated}
     missing = [key for key in keys if key not in results]
     if path and missing:
         output_checks.check_output_file("--out", path)

@@ -171,25 +171,6 @@ class SlidingRequest(EvalOverrides):
         return keys
 
 
-def with_blocks(request: SlidingRequest, subjects: Sequence[LabelledCheckpoint]) -> SlidingRequest:
-    """Fill in the blocks of the checkpoints' training if the request leaves them open.
-
-    Args:
-        request: what to compare; its ``blocks`` may be None.
-        subjects: the checkpoints.
-
-    Returns:
-        The request with ``blocks``.
-
-    Raises:
-        UserError: the checkpoints were not all trained on one kind of blocks.
-    """
-    kinds = {subject.blocks for subject in subjects}
-    if request.blocks is None and len(kinds) > 1:
-        raise UserError("some of these models were trained on a stream, others on documents: choose with --blocks")
-    return request if request.blocks else replace(request, blocks=kinds.pop())
-
-
 def compare_windows(
     request: SlidingRequest, subjects: Sequence[LabelledCheckpoint], results: Path
 ) -> list[SlidingResult]:

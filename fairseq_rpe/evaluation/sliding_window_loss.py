@@ -119,18 +119,29 @@ class DocumentWindows(Windows):
         self.tokens = int(sizes.sum())
         check_windows(int(sizes.max(initial=0)), window, stride)
         self.stream, self.window, self.stride, self.rows = stream, window, stride, max(1, rows)
-        windows = _document_windows(begins, sizes, window, stride)  # (windows, 3): first input, inputs, targets
-        # Windows are grouped by their shape: number of inputs and number of targets.
-        shapes, shape_indices = np.unique(windows[:, 1:], axis=0, return_inverse=True)  # (shapes, 2), (windows,)
-        order = np.argsort(shape_indices.ravel(), kind="stable")
-        counts = np.bincount(shape_indices.ravel(), minlength=len(shapes))
-        starts_by_shape = np.split(windows[order, 0], np.cumsum(counts)[:-1])
-        self.batches = []
-        for (length, targets), starts in zip(shapes.tolist(), starts_by_shape, strict=True):
-            self.batches += _split_rows(starts, length, targets, self.rows)
+        self.batches = batch_by_shape(document_windows(begins, sizes, window, stride), self.rows)
 
 
-def _document_windows(begins: np.ndarray, sizes: np.ndarray, window: int, stride: int) -> np.ndarray:
+def batch_by_shape(windows: np.ndarray, rows: int) -> list[WindowBatch]:
+    """Return batches of windows that have the same number of inputs and the same number of targets.
+
+    Args:
+        windows: (windows, 3) int64: first input, number of inputs and number of targets of each window.
+        rows: upper limit of the windows in a batch.
+    """
+    if not len(windows):
+        return []
+    shapes, shape_indices = np.unique(windows[:, 1:], axis=0, return_inverse=True)  # (shapes, 2), (windows,)
+    order = np.argsort(shape_indices.ravel(), kind="stable")
+    counts = np.bincount(shape_indices.ravel(), minlength=len(shapes))
+    starts_by_shape = np.split(windows[order, 0], np.cumsum(counts)[:-1])
+    batches: list[WindowBatch] = []
+    for (length, targets), starts in zip(shapes.tolist(), starts_by_shape, strict=True):
+        batches += _split_rows(starts, length, targets, rows)
+    return batches
+
+
+def document_windows(begins: np.ndarray, sizes: np.ndarray, window: int, stride: int) -> np.ndarray:
     """Return the windows of documents, as an array (windows, 3).
 
     Args:

@@ -53,7 +53,7 @@ class AlgorithmsReport(KindReport[Accuracies]):
         """Return chapters on accuracies; there are no further tables."""
         from fairseq_rpe.reports.chapters import exact_match
 
-        return partial(exact_match.build_content, record, runs, results), {}
+        return partial(exact_match.build_content, folder, record, runs, results), {}
 
     def metric_tags(self, results: Accuracies) -> MetricTags:
         """Return a metric for trained lengths, for longer ones, and for all."""
@@ -97,7 +97,8 @@ def _evaluations(sweep: Sweep, run: SweepRun, method: Method) -> list[Evaluation
     limit = max_items(method.positions_eval, task, sweep.split)
     lengths, skipped = grid.lengths_within_limit(limit, requested, method, task.length_unit)
     common = grid.common_arguments(run, method, lengths if sweep.lengths or skipped else ())
-    command = grid.command_line("eval-task", str(run.folder.checkpoints.last), "--split", sweep.split, *common)
+    command = grid.command_line("eval-task", str(run.folder.checkpoints.last), "--split", sweep.split)
+    command += ["--predictions", str(run.folder.predictions), *common]
     key = grid.method_key(ExactMatchKey, method, algorithm=run.config.algorithm, split=sweep.split)
     depths = task.depths(sweep.split) or (None,)
     keys = tuple(replace(key, length=n, depth=depth) for n in lengths for depth in depths)

@@ -102,7 +102,7 @@ class AnswersReport(KindReport[Scores]):
         """Return chapters on scores; there are no further tables."""
         from fairseq_rpe.reports.chapters import question_answering
 
-        return partial(question_answering.build_content, record, runs, results), {}
+        return partial(question_answering.build_content, folder, record, runs, results), {}
 
     def metric_tags(self, results: Scores) -> MetricTags:
         """Return a metric per length of the context."""
@@ -217,7 +217,7 @@ def _evaluation(sweep: Sweep, folder: QuestionFolder, run: SweepRun, method: Met
     words += ["--sets", ",".join(folder.sets)] if folder.sets else []
     changed = {key: value for key, value in config.options.items() if value != getattr(QuestionConfig(), key)}
     words += [word for key, value in changed.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    words += ["--predictions", str(run.folder.path / "answers" / method.name)]
+    words += ["--predictions", str(run.folder.answers / method.name)]
     words += grid.common_arguments(run, method, lengths)
     keys = request.keys_for_digest("") if data.is_dir() else _presumed_keys(request, method)
     return Evaluation(words, tuple(keys), partial(_passes, keys, data), data, skipped_lengths=skipped)

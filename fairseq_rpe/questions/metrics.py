@@ -353,6 +353,18 @@ def is_streamable(metric: str) -> bool:
     return metric == _GROUPED or metric in _MEANS
 
 
+def question_scores(metric: str, items: Sequence[AnsweredQuestion]) -> list[float] | None:
+    """Return the score of each question in percent, whose mean is the metric; None for metrics that are no such mean.
+
+    Args:
+        metric: Name of a metric of :func:`score`.
+        items: The questions with their predictions.
+    """
+    if _MEANS.get(metric) != (metric,):
+        return None
+    return [score(metric, [item]) for item in items]
+
+
 def partial_sums(metric: str, items: Sequence[AnsweredQuestion], groups: Sequence[int], count: int) -> np.ndarray:
     """Return the sums of a batch, to be added up over batches; see :func:`metric_from_sums`.
 

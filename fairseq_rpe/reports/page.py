@@ -4,7 +4,7 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
@@ -67,7 +67,56 @@ class Commands:
     runs: list[tuple[str, list[tuple[str, str]]]]
 
 
-Block = Table | Text | Picture | Commands
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an example's text.
+
+    Attributes:
+        text: the text.
+        mark: ``needle`` for words that state the answer, ``wrong`` for a wrong word, ``omitted`` for a note in place of
+            words that are left out, or nothing.
+    """
+
+    text: str
+    mark: Literal["", "needle", "wrong", "omitted"] = ""
+
+
+@dataclass(frozen=True)
+class ExampleRow:
+    """An example that a model answered.
+
+    Attributes:
+        is_right: whether the answer is right.
+        facts: further values, in the order of the header.
+        prompt: the shortened prompt.
+        answer: the right answer.
+        prediction: the answer of the model.
+    """
+
+    is_right: bool
+    facts: Sequence[str]
+    prompt: Sequence[Piece]
+    answer: Sequence[Piece]
+    prediction: Sequence[Piece]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A folded table of examples that a model answered.
+
+    Attributes:
+        summary: what the examples are, shown while the table is folded.
+        header: titles of the columns of the facts.
+        rows: the examples.
+    """
+
+    kind: ClassVar[str] = "examples"
+    summary: str
+    header: Sequence[str]
+    rows: Sequence[ExampleRow]
+
+
+Block = Table | Text | Picture | Commands | Examples
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,8 @@ class RunFolder:
     Attributes:
         checkpoints: folder of the training.
         results: measurements, one JSON object a line.
+        predictions: predicted answers of exact-match measurements, one JSON object a line.
+        answers: folder of the answers to questions, with a folder for each method.
         train_log, eval_log: paths of the output of the commands ``train`` and ``eval…`` that the sweep starts.
         lock: file that the process locks.
     """
@@ -298,6 +300,8 @@ class RunFolder:
         self.path, self.name = path, path.name
         self.checkpoints = CheckpointFolder(path / "checkpoints")
         self.results = path / "eval.jsonl"
+        self.predictions = path / "predictions.jsonl"
+        self.answers = path / "answers"
         self.train_log = path / "train.log"
         self.eval_log = path / "eval.log"
         self.lock = path / ".lock"

@@ -10,6 +10,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import open_dict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fairseq_rpe.algorithms import Algorithm, Example, build
 from fairseq_rpe.core.errors import UserError
@@ -38,11 +39,15 @@ class AlgorithmDataset(PromptAnswerDataset):
         super().__init__(dictionary)
         self.examples = examples
         self.items = np.array([e.length for e in examples])
-        self.sizes = np.array([len(e.prompt) + len(e.answer) for e in examples])
+        self.sizes = np.array([len(e.prompt) + (0 if e.label_indices else len(e.answer)) for e in examples])
 
     def encode(self, words: tuple[str, ...]) -> list[int]:
         """Return the ids of words."""
         return [self.dictionary.indices[word] for word in words]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the words of token ids, separated by blanks."""
+        return " ".join(self.dictionary[token] for token in tokens)
 
     def row(self, index: int) -> tuple[list[int], int]:
         """Return the tokens of an example, prompt, answer and ``</s>``, and the length of the prompt."""
@@ -50,11 +55,36 @@ class AlgorithmDataset(PromptAnswerDataset):
         row = [*self.encode(example.prompt), *self.encode(example.answer), self.dictionary.eos()]
         return row, len(example.prompt)
 
+    def labels(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens (n,), targets (n,) and the mask (n,) of the answer; other targets are padding."""
+        example = self.examples[index]
+        if not example.label_indices:
+            return super().labels(index)
+        tokens, indices = torch.tensor(self.encode(example.prompt)), torch.tensor(example.label_indices)
+        targets = torch.full_like(tokens, self.dictionary.pad())
+        targets[indices] = torch.tensor(self.encode(example.answer))
+        return tokens, targets, targets != self.dictionary.pad()
+
     def prompts(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Return prompts (B, P) and answers with ``</s>`` (B, A) of examples with the same number of items."""
+        """Return prompts and answers of examples with the same number of items.
+
+        Args:
+            indices: indices of B examples without labels inside the prompt.
+
+        Returns:
+            Prompts (B, P) and answers with ``</s>`` (B, A); a shorter answer is padded after its ``</s>``.
+        """
+        examples, pad = [self.examples[i] for i in indices], self.dictionary.pad()
+        answers = [torch.tensor([*self.encode(e.answer), self.dictionary.eos()]) for e in examples]
+        prompts = torch.tensor([self.encode(e.prompt) for e in examples])
+        return prompts, pad_sequence(answers, batch_first=True, padding_value=pad)
+
+    def questions(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return prompts (B, P), label indices (B, Q) and answers (B, Q) of examples with Q labels each."""
         examples = [self.examples[i] for i in indices]
         prompts = torch.tensor([self.encode(e.prompt) for e in examples])
-        return prompts, torch.tensor([[*self.encode(e.answer), self.dictionary.eos()] for e in examples])
+        answers = torch.tensor([self.encode(e.answer) for e in examples])
+        return prompts, torch.tensor([e.label_indices for e in examples]), answers
 
 
 @register_task("rpe_algorithmic", dataclass=AlgorithmicConfig)

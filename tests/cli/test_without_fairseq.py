@@ -36,8 +36,11 @@ NEEDING = [
     f"sweep --algorithms copy --encodings alibi --lengths 4,8 --out sweep {SMALL}",
     "eval checkpoints/checkpoint_last.pt data --lengths 8 --out eval.jsonl",
     "sliding checkpoints/checkpoint_last.pt data",
+    "key-tokens checkpoints/checkpoint_last.pt data --short-context 8 --out keys.json",
+    "context-use checkpoints/checkpoint_last.pt data --lengths 8",
     "longrope-search checkpoints/checkpoint_last.pt data --tokens 128",
     "eval-task checkpoints/checkpoint_last.pt",
+    "needle-attention checkpoints/checkpoint_last.pt",
     "erf checkpoints/checkpoint_last.pt data --out erf",
 ]
 DOING_WITHOUT = [

@@ -19,7 +19,7 @@ from fairseq_rpe import positions
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.cli.sweep import resolve_sweep
-from fairseq_rpe.evaluation.exact_match import explicit_ratio
+from fairseq_rpe.evaluation.task_model import explicit_ratio
 from fairseq_rpe.sweeps import grid
 from fairseq_rpe.sweeps.resolve import Inputs
 from fairseq_rpe.sweeps.sweep_kind import sweep_kind
@@ -406,6 +406,8 @@ def test_a_report_writes_the_same_tables_and_seeds_weigh_alike(swept, tmp_path):
     other = folder.with_name(folder.name.replace("-seed1", "-seed2"))
     shutil.copytree(folder, other)
     rows = [{**r, "right": r["examples"], "accuracy": 1.0} for r in json_files.read_json_lines(other / "eval.jsonl")]
+    for row in rows:
+        del row["hits"]
     others = ({"checkpoint": "older", "right": 0}, {"unit": "tokens"}, {"split": "valid"}, {"rpe": "alibi"})
     rows += [{**r, **change, "accuracy": 0.0} for change in others for r in rows]
     (other / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -424,7 +426,8 @@ def test_a_report_writes_the_same_tables_and_seeds_weigh_alike(swept, tmp_path):
 def test_dry_run_prints_one_training_and_both_evaluations(swept, tmp_path):
     _, recipe, _ = swept
     flags = ("--launcher", "dry-run", "--updates", "7", "--warmup", "2")
-    lines = run_here(*sweep_command(tmp_path / "x", recipe, *flags)).stdout.splitlines()
+    *lines, costs = run_here(*sweep_command(tmp_path / "x", recipe, *flags)).stdout.splitlines()
+    assert costs.startswith("# estimate: ") and " FLOPs of training, " in costs
     assert [line.split("fairseq_rpe.cli.main ")[1].split()[0] for line in lines] == ["train", "eval-task", "eval-task"]
     assert f"--algorithm {TASK}" in lines[0] and "--updates 7 " in lines[0] and "--lr 0.01" in lines[0]
     assert lines[0].endswith("-- " + " ".join(SMALL))
@@ -436,7 +439,7 @@ def test_dry_run_prints_one_training_and_both_evaluations(swept, tmp_path):
 def test_dry_run_of_encodings_by_tasks_and_seeds(tmp_path):
     argv = ["sweep", "--algorithms", f"{TASK} sort:test=50", "--encodings", "rope alibi", "--seeds", "1,2"]
     argv += ["--out", str(tmp_path / "x"), "--device", "cpu", "--launcher", "dry-run", "--lengths", "2,3"]
-    lines = run_here(*argv).stdout.splitlines()
+    lines = [line for line in run_here(*argv).stdout.splitlines() if not line.startswith("#")]
     folders = {line.split("--out ")[1].split()[0] for line in lines if " train " in line}
     asked = [line for line in lines if " eval-task " in line and "--lengths 2,3" in line]
     assert len(folders) == len(asked) == len(lines) / 2 == 8

@@ -16,6 +16,7 @@ from prepared_folder import asked_set, make_folder, make_sets, questions, vocabu
 
 from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation import question_answering
+from fairseq_rpe.evaluation.example_scores import unpack_scores
 from fairseq_rpe.evaluation.question_records import score_by_distance
 from fairseq_rpe.questions import dataset, prompt
 from fairseq_rpe.questions.dataset import Question
@@ -134,6 +135,8 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
         ]
         assert line["metrics"] == {name: score(name, items) for name in ("f1", "em", "rouge1", "rgm")}
         assert (line["published"], line["score"]) == ("f1", line["metrics"]["f1"])
+        scores = unpack_scores(line["question_scores"], 11)
+        assert scores.tolist() == pytest.approx([score("f1", [item]) for item in items], abs=0.005)
         assert line["questions"] == len(asked) == 11
         cut.append((line["truncated_documents"], line["lost_tokens"]))
         assert cut[-1] == (sum(lost > 0 for _, _, lost in asked), sum(lost for _, _, lost in asked))

@@ -265,7 +265,8 @@ def test_every_command_that_draws_takes_a_width():
         options = actions.choices[command]._option_string_actions
         if "--width" in options and options["--width"].dest == "figure_width":
             taken.add(command)
-    assert taken == {"figures", "report", "extend", "sliding", "erf", "trf", "sensitivity", "bench", "fire-fit"}
+    expected = {"figures", "report", "extend", "sliding", "erf", "trf", "sensitivity", "bench", "fire-fit"}
+    assert taken == {*expected, "context-use", "needle-attention"}
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_the_report_by_distance_is_of_the_longest_context(tmp_path, undrawn):
     assert "| method | 0–40 | 41–97 |" in said and "0–30" not in said
     assert "| nope | 41.50 | 98.50 |" in said and "| rope | 51.50 | 108.50 |" in said
     assert said.count("in % by context length") == 1  # of exact match alone, which is all that there is
-    figure = question_answering.build_content(state, [], load_results(folder, state)).figure
+    figure = question_answering.build_content(folder, state, [], load_results(folder, state)).figure
     assert [axes.get_ylabel() for axes in figure.axes] == ["em (%)", "em (%)"]
     (line,) = (line for line in figure.axes[1].lines if line.get_label() == "rope")
     assert list(line.get_xdata()) == [20, 69] and list(line.get_ydata()) == [51.5, 108.5]

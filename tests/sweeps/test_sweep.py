@@ -91,7 +91,7 @@ def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
     assert state["data"] == str(corpus) and state["encodings"] == ["alibi", "broken"]
     assert state["lengths"] == [32, 64, 128] and state["seeds"] == [1]
     command = sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module), *DRY)
-    printed = run_here(*command).stdout.splitlines()
+    printed = [line for line in run_here(*command).stdout.splitlines() if not line.startswith("#")]
     assert [noted["alibi-seed1"]["training"], noted["alibi-seed1"]["evaluating"]] == [[line] for line in printed]
     [start] = json_files.read_json(out / "runs/alibi-seed1/checkpoints/environment.json")["starts"]
     assert start["from_update"] == 0 and start["gpus"] == [] and start["torch"] and start["working_folder"]
@@ -380,3 +380,11 @@ def test_a_setting_that_is_left_out_later_makes_another_sweep(corpus, tmp_path):
         assert merged_record(*given, *more).encodings == ("alibi",)
         with pytest.raises(UserError, match=words):
             merged_record(*given)
+
+
+def test_a_dry_run_estimates_costs_if_the_vocabulary_is_known(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # without the folder of the text
+    command = ["sweep", "--recipe", "fire-lm", "--methods", "rope", *DRY]
+    assert "# no estimate of costs before data-bin" in run_here(*command).stdout.splitlines()[-1]
+    estimate = run_here(*command, "--preset", "paper", "--seeds", "1,2").stdout.splitlines()[-1]
+    assert estimate.startswith("# estimate: rope-seed1 (2 seeds): 123,659,520 parameters, 2.69e+20 FLOPs of training")

@@ -43,10 +43,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "{f}/rope.pt {f}/data --lengths 16 --out {o}/e.jsonl",
     ),
     "sliding": ("{f}/alibi.pt {f}/data --windows 16 --stride 8 --first-tokens 64 --out {o}/s --device cpu",),
+    "key-tokens": (
+        "{f}/rope.pt {f}/data --short-context 8 --length 16 --alpha 0 --beta -99 --device cpu --out {o}/k.json",
+    ),
+    "context-use": ("{f}/alibi.pt {f}/data --lengths 16 --device cpu --out {o}/c",),
     "longrope-search": (
         "{f}/rope.pt {f}/data --tokens 32 --population 4 --iterations 1 --samples 1 --device cpu --out {o}/l.jsonl",
     ),
-    "eval-task": ("{f}/copy.pt --lengths 4 --batch-size 64 --device cpu --out {o}/a.jsonl",),
+    "eval-task": ("{f}/copy.pt --lengths 4 --batch-size 64 --device cpu --out {o}/a.jsonl --predictions {o}/p.jsonl",),
     "eval-questions": (
         "{f}/alibi.pt {f}/asked --lengths 96 --device cpu --out {o}/a.jsonl --predictions {o}/p",
         "{f}/alibi.pt {f}/asked --lengths 96 --device cpu --beam 2",

@@ -11,19 +11,22 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.figures.heat_maps import draw_needle_maps
-from fairseq_rpe.reports.chapters import published_comparison
+from fairseq_rpe.reports.chapters import examples, published_comparison
 from fairseq_rpe.reports.chapters.training import TrainedRun
 from fairseq_rpe.reports.page import Block, Part, ReportContent, Text, markdown, svg_picture
 from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies
-from fairseq_rpe.sweeps.sweep_record import Published, SweepRecord
+from fairseq_rpe.sweeps.sweep_record import Published, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, number_cell, stack_tables, text_cell
 
 
-def build_content(record: SweepRecord, runs: Sequence[TrainedRun], accuracies: Accuracies) -> ReportContent:
+def build_content(
+    folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], accuracies: Accuracies
+) -> ReportContent:
     """Build the report of a sweep over generated tasks.
 
     Args:
-        record: record of the sweep.
+        folder: folder of the sweep.
+        record: its record.
         runs: trained runs.
         accuracies: results.
 
@@ -48,6 +51,8 @@ def build_content(record: SweepRecord, runs: Sequence[TrainedRun], accuracies: A
         about_seeds = "The figure shows the mean over seeds, and bars or shading from the lowest to the highest seed."
         blocks.append(Text(about_seeds))
     notes: list[Block] = [Text(f"Exact match in %, mean over the numbers of {unit}; {ranges}.")]
+    if with_labels := [task for task in accuracies.tasks if build(task).has_labels]:
+        notes.append(Text(f"{', '.join(with_labels)}: right labels in % instead, several labels in each example."))
     if published:
         notes.append(Text(f"Published: {published.source}; its model has another size, so compare only the order."))
     heat_maps, depth_blocks = build_depth_blocks(accuracies)
@@ -56,6 +61,7 @@ def build_content(record: SweepRecord, runs: Sequence[TrainedRun], accuracies: A
         parts=[
             Part("exact", "Exact match", [*blocks, picture]),
             Part("depths", "Is the answer found at every depth?", depth_blocks),
+            Part("examples", "Which examples fail?", examples.task_blocks(folder, record, accuracies)),
             Part("published", "Comparison with published values", published_comparison.comparison_blocks(record, runs)),
         ],
         build_measurements=partial(_measurements, accuracies),
@@ -67,8 +73,9 @@ def build_content(record: SweepRecord, runs: Sequence[TrainedRun], accuracies: A
 
 def _accuracy_table(accuracies: Accuracies, task: str, published: Published | None) -> Table:
     """Return the table of mean accuracies in percent: trained range, beyond it, over all lengths, and published."""
-    unit, methods = build(task).length_unit, accuracies.methods(task)
-    caption = f"{task}: exact match in %, mean over the numbers of {unit} and seeds."
+    algorithm, methods = build(task), accuracies.methods(task)
+    unit, measure = algorithm.length_unit, "right labels" if algorithm.has_labels else "exact match"
+    caption = f"{task}: {measure} in %, mean over the numbers of {unit} and seeds."
     limits = {name: limit for name in methods if (limit := accuracies.position_limits.get((task, name))) is not None}
     if limits:
         caption += (
@@ -79,9 +86,9 @@ def _accuracy_table(accuracies: Accuracies, task: str, published: Published | No
     if published:
         caption += " Published: not comparable; compare only the order of the methods."
         columns.append("published")
-        algorithm, _ = parse(task)
+        task_name, _ = parse(task)
         for name in methods:
-            means[name]["published"] = published.values.get(name, {}).get(algorithm)
+            means[name]["published"] = published.values.get(name, {}).get(task_name)
     cells: dict[str, list[Cell]] = {name: [] for name in methods}
     for column in columns:
         # a mean over fewer lengths cannot be compared with one over all of them
@@ -102,12 +109,12 @@ def _accuracy_table(accuracies: Accuracies, task: str, published: Published | No
 
 def _lead(record: SweepRecord, accuracies: Accuracies) -> list[str]:
     """Return the first paragraph and the list of main results."""
-    methods, examples = accuracies.methods(), Counter[tuple[str, int]]()  # examples by method and seed
+    methods, counts = accuracies.methods(), Counter[tuple[str, int]]()  # examples by method and seed
     for row in accuracies.results:
-        examples[row.method, row.seed] += row.result.examples
+        counts[row.method, row.seed] += row.result.examples
     lines = [
         f"{len(methods)} {'methods' if len(methods) > 1 else 'method'} on {', '.join(record.algorithms)}. Each answers "
-        f"{'up to ' if accuracies.position_limits else ''}{max(examples.values()):,} generated examples of the "
+        f"{'up to ' if accuracies.position_limits else ''}{max(counts.values()):,} generated examples of the "
         f"{record.settings.split} split by greedy decoding; {accuracies.describe_ranges()}."
     ]
     for task in accuracies.tasks:
@@ -206,5 +213,5 @@ def _chance_level(accuracies: Accuracies, task: str) -> str:
     if least is None or most is None:
         return f"{task}: mean over the seeds."
     percents = [f"{100 * share:.3g}" for share in dict.fromkeys((least, most))]
-    examples = " or ".join(map(str, sorted({result.examples for result in results})))
-    return f"{task}: a guess is right in {' to '.join(percents)} %; {examples} examples of each length and depth."
+    counts = " or ".join(map(str, sorted({result.examples for result in results})))
+    return f"{task}: a guess is right in {' to '.join(percents)} %; {counts} examples of each length and depth."

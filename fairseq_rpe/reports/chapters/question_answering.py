@@ -7,11 +7,11 @@ from matplotlib.figure import Figure
 
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.figures import score_curves
-from fairseq_rpe.reports.chapters import published_comparison
+from fairseq_rpe.reports.chapters import examples, published_comparison
 from fairseq_rpe.reports.chapters.training import TrainedRun
 from fairseq_rpe.reports.page import Block, Part, Picture, ReportContent, Text, markdown, svg_picture
 from fairseq_rpe.reports.question_scores import MEAN, Scores, published_axis, published_mean
-from fairseq_rpe.sweeps.sweep_record import Published, SweepRecord
+from fairseq_rpe.sweeps.sweep_record import Published, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, number_cell, text_cell
 
 _ANSWER_MODES = {"generation": "generated freely", "likelihood": "the likeliest of the choices"}
@@ -22,11 +22,14 @@ _ColumnValues = Callable[[str], list[float]]
 _CAUTION = "Published values cannot be compared one by one: the page lists what differs or is not stated."
 
 
-def build_content(record: SweepRecord, runs: Sequence[TrainedRun], scores: Scores) -> ReportContent:
+def build_content(
+    folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], scores: Scores
+) -> ReportContent:
     """Build the report of a sweep over questions.
 
     Args:
-        record: record of the sweep.
+        folder: folder of the sweep.
+        record: its record.
         runs: runs of the pre-training, then fine-tuned runs.
         scores: results.
 
@@ -40,6 +43,7 @@ def build_content(record: SweepRecord, runs: Sequence[TrainedRun], scores: Score
         lead=_lead(record, scores),
         parts=[
             Part("scores", "Scores", [*tables, *published, _picture(figure, scores), note]),
+            Part("examples", "Which questions fail?", examples.question_blocks(folder, record, scores)),
             Part("published", "Comparison with published values", published_comparison.comparison_blocks(record, runs)),
         ],
         build_measurements=partial(_measurements, scores),
