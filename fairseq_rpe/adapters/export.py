@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from fairseq_rpe import algorithms
 from fairseq_rpe.adapters.export_as import export_as
-from fairseq_rpe.adapters.export_tokenizer import NOT_EXPORTED, export_tokenizer
+from fairseq_rpe.adapters.export_tokenizer import NOT_EXPORTED, can_reorder, export_tokenizer
 from fairseq_rpe.adapters.model_card import ModelCard, write_model_card
 from fairseq_rpe.adapters.pretrained_config import MODEL_TYPE, UNLIMITED_POSITIONS, FairseqRpeConfig
 from fairseq_rpe.checkpoints.checkpoint import check_model_size, check_vocabulary
@@ -225,7 +225,7 @@ def _load_source(request: ExportRequest) -> _Source:
     if algorithm:
         if request.data is not None:
             raise UserError("--data has no effect on a model of a generated task, which has no data: drop it")
-        reason = f"the vocabulary of the generated task '{algorithms.build(str(algorithm)).name}' is no text"
+        reason = f"the vocabulary of the generated task '{algorithms.build(str(algorithm)).spec}' is no text"
         return _Source(request, checkpoint, None, rpe, None, reason)
     # fairseq accepts several folders, separated by colons; all have the dictionary of the first
     data = request.data or Path(str(checkpoint.task.get("data") or "").split(os.pathsep)[0])
@@ -236,6 +236,8 @@ def _load_source(request: ExportRequest) -> _Source:
     kind, reason = _tokenizer_kind(data)
     if kind == "transformers" and request.architecture != MODEL_TYPE:
         return _Source(request, checkpoint, data, rpe, kind, "", load_model_vocabulary(data).token_ids)
+    if kind == "transformers" and not can_reorder(data):
+        kind, reason = None, "only a tokenizer of type BPE can have the order of the dictionary"
     if kind in NOT_EXPORTED:
         kind, reason = None, NOT_EXPORTED[kind]
     return _Source(request, checkpoint, data, rpe, kind, reason)

@@ -14,22 +14,20 @@ from typing import Any
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import EOS_ID, FAIRSEQ_SPECIALS, read_dictionary
 from fairseq_rpe.data.tokenization import BYTES, GPT2_WORD
+from fairseq_rpe.data.transformers_tokenizer import TOKENIZER_FILE, load_model_vocabulary
 from fairseq_rpe.utils.json_files import read_json, write_json
 
 _FIRST_ID = len(FAIRSEQ_SPECIALS)
 _SPACE = "▁"  # a space in the pieces of sentencepiece
 # kind of a tokenizer that has no equal in transformers -> reason
-NOT_EXPORTED = {
-    "words": "a tokenizer of words cannot restore the white space of a text",
-    "transformers": "the dictionary has the tokens of its tokenizer.json in another order",
-}
+NOT_EXPORTED = {"words": "a tokenizer of words cannot restore the white space of a text"}
 
 
 def export_tokenizer(kind: str, data: Path, out: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``.
 
     Args:
-        kind: kind of the tokenizer of the corpus, ``bpe`` or ``gpt2``.
+        kind: kind of the tokenizer of the corpus: ``bpe``, ``gpt2``, or ``transformers`` for that of an imported model.
         data: folder of the corpus.
         out: folder in which the files are written.
 
@@ -37,6 +35,10 @@ def export_tokenizer(kind: str, data: Path, out: Path) -> None:
         UserError: the package tokenizers is not installed, or the files of the corpus do not belong together.
     """
     symbols = read_dictionary(data / "dict.txt")
+    if kind == "transformers":
+        write_json(out / "tokenizer.json", _reordered(data))
+        write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        return
     tokenizer = _bpe(symbols) if kind == "bpe" else _gpt2(symbols, data)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
@@ -47,6 +49,32 @@ def export_tokenizer(kind: str, data: Path, out: Path) -> None:
         "padding_side": "left",
     }
     write_json(out / "tokenizer_config.json", config)
+
+
+def can_reorder(data: Path) -> bool:
+    """Return whether the tokenizer of an imported model can be written with the ids of the dictionary.
+
+    Args:
+        data: folder with the ``tokenizer.json`` of the model.
+    """
+    model = read_json(data / TOKENIZER_FILE).get("model")
+    return isinstance(model, dict) and model.get("type") == "BPE"
+
+
+def _reordered(data: Path) -> dict[str, Any]:
+    """Return the ``tokenizer.json`` of an imported model with the ids of the dictionary.
+
+    The merges of BPE name tokens, not ids. Added tokens are written into the vocabulary, too: the package tokenizers
+    would give a new id to an added token that the vocabulary lacks. No special tokens are added to a text.
+    """
+    content = read_json(data / TOKENIZER_FILE)
+    new_ids = {token_id: new for new, token_id in enumerate(load_model_vocabulary(data).token_ids)}
+    vocabulary = {token: new_ids[token_id] for token, token_id in content["model"]["vocab"].items()}
+    for token in content.get("added_tokens") or []:
+        token["id"] = vocabulary[token["content"]] = new_ids[token["id"]]
+    content.get("added_tokens", []).sort(key=lambda token: token["id"])
+    content["model"]["vocab"] = vocabulary
+    return {**content, "post_processor": None, "truncation": None, "padding": None}
 
 
 def _bpe(symbols: Sequence[str]) -> Any:

@@ -40,7 +40,7 @@ from fairseq_rpe.data.transformers_tokenizer import (
 )
 from fairseq_rpe.models.new_checkpoint import NewModel, checkpoint_contents
 from fairseq_rpe.utils.files import read_input
-from fairseq_rpe.utils.json_files import parse_json_object, write_json
+from fairseq_rpe.utils.json_files import parse_json_object, read_json, write_json
 from fairseq_rpe.utils.output_checks import check_output_folder
 
 VOCABULARY = "vocabulary"  # folder of dictionary and tokenizer in the run folder
@@ -102,6 +102,12 @@ def import_model(folder: Path, out: Path, rpe: str | None = None, say: Callable[
             built.rename(target)
     say(f"wrote {out / CHECKPOINT}")
     return out / CHECKPOINT
+
+
+def read_source(out: Path) -> str | None:
+    """Return the folder of the model of which :func:`import_model` made the checkpoint in ``out``, or None."""
+    path = out / _RECORD
+    return str(read_json(path).get("model")) if path.is_file() else None
 
 
 def _check_free(out: Path) -> None:

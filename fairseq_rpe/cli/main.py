@@ -74,6 +74,7 @@ COMMANDS = {
     "eval-task": Command(_EVALUATION, "eval_task", "measure the exact-match accuracy on an algorithmic task"),
     "eval-questions": Command(_EVALUATION, "eval_questions", "answer a question data set and score the answers"),
     "generate": Command(_EVALUATION, "generate", "continue prompts with a checkpoint: text, tasks and questions"),
+    "passkey": Command(_EVALUATION, "passkey", "draw how often a model of text finds a pass key, by length and depth"),
     "sliding": Command(_EVALUATION, "sliding", "compare sliding-window with non-overlapping evaluation"),
     "erf": Command(_EVALUATION, "erf", "measure the empirical receptive field of checkpoints"),
     "needle-attention": Command(

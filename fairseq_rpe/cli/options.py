@@ -33,7 +33,7 @@ nonnegative_int, positive_int = partial(_whole, least=0), partial(_whole, least=
 seed, processes = partial(_whole, least=1, most=2**32 - 1), partial(_whole, least=1, most=1024)
 workers, distances = partial(_whole, least=0, most=256), partial(_whole, least=1, most=1 << 24)
 heads, width = partial(_whole, least=1, most=1024), partial(_whole, least=1, most=65_536)
-layers = partial(_whole, least=1, most=1024)
+layers, choice_count = partial(_whole, least=1, most=1024), partial(_whole, least=2, most=1000)
 
 
 def _number(text: str, holds: Callable[[float], bool], words: str) -> float:

@@ -270,6 +270,7 @@ def score_choices(
     prompts: Sequence[Sequence[int]],
     choices: Sequence[Sequence[Sequence[int]]],
     total_length: int | None = None,
+    ends: bool = True,
 ) -> list[list[float]]:
     """Return log p(choice, end of sentence | prompt) in nats for each choice of each prompt, summed over tokens.
 
@@ -277,17 +278,20 @@ def score_choices(
         model: a ``transformer_rpe_lm`` in evaluation mode.
         prompts: token ids of each prompt, at least one; each is read once.
         choices: for each prompt the token ids of its choices, without the end-of-sentence symbol.
-        total_length: tokens of the complete text, for positions that depend on it; None: prompt + longest choice + 1.
+        total_length: tokens of the complete text, for positions that depend on it; None: those of the prompt, the
+            longest choice and the end-of-sentence symbol, if it is scored.
+        ends: whether the end-of-sentence symbol after the choice is scored, too.
 
     Raises:
         UserError: the encoding depends on the length of the text, or its positions do not reach ``total_length``.
     """
     flat = [choice for own_choices in choices for choice in own_choices]
-    max_new_tokens = 1 + max(map(len, flat))
+    max_new_tokens = max(map(len, flat)) + ends
     check_prompts(prompts, max_new_tokens)
     dictionary, device = model.decoder.dictionary, next(model.parameters()).device
     pad = dictionary.pad()
-    targets = pad_prompts([[*choice, dictionary.eos()] for choice in flat], pad).to(device)  # (R, n), R choices in all
+    end = [dictionary.eos()] if ends else []
+    targets = pad_prompts([[*choice, *end] for choice in flat], pad).to(device)  # (R, n), R choices in all
     with fixed_positions(model, prompts, final_lengths(prompts, max_new_tokens, total_length)):
         state = DecodingState(model, pad_prompts(prompts, pad).to(device))
         first = state.prefill_or_step()  # (B, V)

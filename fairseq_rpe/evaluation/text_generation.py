@@ -197,7 +197,7 @@ class TextGenerator:
             output_checks.check_output_file("--out", out)
         self._check_positions(missing)
         is_reported = self._report_length(max(len(row.ids) for row in missing), "a prompt has")
-        model = self._load_model()
+        model = self.load_model()
         for batch in self._batches(missing):
             _Batch(self, model, batch, stats, on_text, emit).run()
         if not is_reported:
@@ -205,7 +205,12 @@ class TextGenerator:
             self._report_length(longest, "a prompt and its text have")
         return stats
 
-    def _load_model(self) -> Any:
+    def load_model(self) -> Any:
+        """Return the ``transformer_rpe_lm`` in evaluation mode, on its device.
+
+        Raises:
+            UserError: the checkpoint cannot be used, or the model cannot decode token by token.
+        """
         threads = defaults_for(self.checkpoint.arch, algorithm=True).threads
         if threads and "OMP_NUM_THREADS" not in os.environ:
             # decoding single tokens of a small model: more threads would only wait for each other

@@ -359,3 +359,13 @@ assert type(model).__name__ == "FairseqRpeForCausalLM" and "fairseq" not in sys.
 @pytest.mark.release
 def test_importing_the_package_registers_the_type():
     run_process(sys.executable, "-c", AUTO, cwd=PACKAGE.parent)
+
+
+def test_a_model_of_a_generated_task_has_no_tokenizer(tmp_path):
+    run_here(
+        "train", "--algorithm", "copy:items=4", "--rpe", "alibi", "--out", tmp_path / "run", "--updates", "2",
+        "--device", "cpu", "--batch-sentences", "2",
+    )  # fmt: skip
+    done = run_here("export", tmp_path / "run" / "checkpoint_last.pt", tmp_path / "out")
+    assert "the vocabulary of the generated task 'copy:items=4' is no text" in done.stdout + done.stderr
+    assert not (tmp_path / "out" / "tokenizer.json").exists()

@@ -21,7 +21,7 @@ from small_models import random_model, with_encoding
 
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fairseq_rpe.adapters.export_as import export_as
 from fairseq_rpe.adapters.import_model import import_model
@@ -161,6 +161,18 @@ def test_a_tokenizer_that_loses_bytes_is_reported(llama, tmp_path):
     shutil.copyfile(folder / "config.json", tmp_path / "config.json")
     done = run_here("prepare", *sources(folder.parent), "--out", tmp_path / "data", "--tokenizer", tmp_path)
     assert "warning: the tokenizer does not restore 3 of the 3 documents of train byte by byte" in done.stdout
+
+
+def test_own_export_has_the_tokenizer_with_the_ids_of_the_dictionary(llama, tmp_path):
+    """The exported model has the dictionary's order of tokens, so that the folder's tokenizer.json has other ids."""
+    _, folder, checkpoint, _ = llama
+    run_here("export", checkpoint, tmp_path / "out")
+    tokenizer, vocabulary = AutoTokenizer.from_pretrained(tmp_path / "out"), load_model_vocabulary(folder)
+    for text in (CORPUS.read_text(encoding="utf-8")[:2000], "\t a\r\n\n \u00e9\U0001f600 x"):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == vocabulary.encode(text).tolist()
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.convert_tokens_to_ids("<|begin|>") == vocabulary.token_ids.index(0)
 
 
 def test_export_as_llama_gives_the_weights_back(llama, tmp_path):
