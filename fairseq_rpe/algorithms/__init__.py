@@ -3,7 +3,18 @@
 Use ``build("copy:items=20").examples("test")``. A new task is a class in a file, registered with ``register``.
 """
 
-from fairseq_rpe.algorithms import addition, arithmetic, induction, lists, mqar, needles, parity  # noqa: F401  (registers)
+from fairseq_rpe.algorithms import (  # noqa: F401  (registers)
+    addition,
+    arithmetic,
+    counting,
+    induction,
+    lists,
+    mqar,
+    needle_lines,
+    needles,
+    parity,
+    tracking,
+)
 from fairseq_rpe.algorithms.base import SPLITS, Algorithm, Example, TaskOptions, register, registry
 
 __all__ = ["SPLITS", "Algorithm", "Example", "TaskOptions", "build", "describe", "names", "normalise", "register"]

@@ -18,6 +18,12 @@ from fairseq_rpe.algorithms.token_lengths import TokenTask
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
 
+# words of the irrelevant text
+FILLER: tuple[str, ...] = (
+    *("the grass is green . the sky is blue . the sun is yellow .".split()),
+    *("here we go . there and back again .".split()),
+)
+
 
 @dataclass(frozen=True)
 class DepthOptions(TaskOptions):
@@ -105,6 +111,11 @@ def num_before(depth: float, count: int) -> int:
     return int(depth * count + 1e-9)
 
 
+def filler_words(start: int, count: int) -> list[str]:
+    """Return ``count`` words of the irrelevant text from word ``start`` on."""
+    return [FILLER[(start + k) % len(FILLER)] for k in range(count)]
+
+
 @register("passkey")
 class Passkey(DepthTask):
     """Repeat a key that one line of an irrelevant text states twice.
@@ -123,10 +134,6 @@ class Passkey(DepthTask):
     paper = "Mohtashami & Jaggi 2023, landmark attention (arXiv 2305.16300)"
     variety_option = "digits"
     head: ClassVar[tuple[str, ...]] = ("Passkey:",)
-    filler: ClassVar[tuple[str, ...]] = (
-        *("the grass is green . the sky is blue . the sun is yellow .".split()),
-        *("here we go . there and back again .".split()),
-    )
     question: ClassVar[tuple[str, ...]] = ("what", "is", "the", "pass", "key", "?", "the", "pass", "key", "is")
 
     @property
@@ -143,13 +150,13 @@ class Passkey(DepthTask):
         """Draw the numbers of filler words before and after the line, the first word of the filler, and the digits."""
         num_filler = n - self.min_tokens + 1
         before = int(random.integers(num_filler + 1)) if depth is None else num_before(depth, num_filler)
-        start = int(random.integers(len(self.filler)))
+        start = int(random.integers(len(FILLER)))
         return [before, num_filler - before, start, *random.integers(10, size=self.config.digits).tolist()]
 
     def prompt(self, items: list[int]) -> list[str]:
         """Return the filler with the line and the question."""
         before, after, start, *_ = items
-        words = [self.filler[(start + k) % len(self.filler)] for k in range(before + after)]
+        words = filler_words(start, before + after)
         return [*self.head, *words[:before], *self.line(self.answer(items)), *words[before:], *self.question]
 
     def answer(self, items: list[int]) -> list[str]:
@@ -164,11 +171,17 @@ class Passkey(DepthTask):
 
     def vocabulary(self) -> list[str]:
         """Return the words of the text, the line and the question, and the digits."""
-        return list(dict.fromkeys([*self.head, *self.filler, *self.question, *self.line([]), *string.digits]))
+        return list(dict.fromkeys([*self.head, *FILLER, *self.question, *self.line([]), *string.digits]))
 
     def chance_accuracy(self, n: int) -> float:
         """Return the accuracy of guessing the digits."""
         return 10.0**-self.config.digits
+
+    def answer_from_suffix(self, suffix: list[str], n: int) -> list[str] | None:
+        """Return the key, if the suffix shows all of its digits at least once."""
+        places = [i for i, word in enumerate(suffix) if word in string.digits]
+        last = places[-self.config.digits :]  # digits occur only in the key, so the last ones are a complete key
+        return [suffix[i] for i in last] if len(last) == self.config.digits else None
 
 
 class _Pairs(NamedTuple):
@@ -288,3 +301,13 @@ class Retrieval(DepthTask):
         pairs = self.num_pairs(n)
         equal_values = self.config.alphabet**-self.config.value  # probability that another pair has the right value
         return float(1 / pairs + (1 - 1 / pairs) * equal_values)
+
+    def answer_from_suffix(self, suffix: list[str], n: int) -> list[str] | None:
+        """Return the value of the queried key, if the suffix shows its pair."""
+        size, value = self.config.key, self.config.value
+        words, question = suffix[: -size - 2], suffix[-size - 2 :]
+        pattern = question[1:]  # the key and the colon; a value is followed by a semicolon
+        for start in range(len(words) - size - value):
+            if words[start : start + size + 1] == pattern and (not start or words[start - 1] == ";"):
+                return words[start + size + 1 : start + size + 1 + value]
+        return None

@@ -78,7 +78,11 @@ def test_report_of_a_task_with_depths(sought):
     said = run_here("report", sought).stdout
     assert f"heat map:    {sought / 'depths.png'}" in said and (sought / "depths.pdf").exists()
     text = (sought / "accuracy.md").read_text()
-    reached, *grid = lines_of(text, "alibi")
+    reached, *grid, by_length = lines_of(text, "alibi")
+    assert by_length == ["alibi", "100.0", "98.3", "70.0"]
+    # a key of three digits; of three depths, the last 64 of 128 and 256 tokens show one
+    assert lines_of(text, "(a guess)") == [["(a guess)", "0.1", "0.1", "0.1"]]
+    assert lines_of(text, "(reader of the last 64 tokens)")[0][1:] == ["100", "33.4", "33.4"]
     assert reached == ["alibi", "100", "95", "20", "up to 128 tokens"]
     depths = [["64", "100", "100", "100"], ["128", "100", "95", "100"], ["256", "20", "90", "100"]]
     assert grid == [["alibi", *row] for row in depths]

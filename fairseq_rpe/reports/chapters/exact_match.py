@@ -11,7 +11,7 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.figures.heat_maps import draw_needle_maps
-from fairseq_rpe.reports.chapters import examples, published_comparison
+from fairseq_rpe.reports.chapters import examples, published_comparison, window_readers
 from fairseq_rpe.reports.chapters.training import TrainedRun
 from fairseq_rpe.reports.page import Block, Part, ReportContent, Text, markdown, svg_picture
 from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies
@@ -56,16 +56,18 @@ def build_content(
     if published:
         notes.append(Text(f"Published: {published.source}; its model has another size, so compare only the order."))
     heat_maps, depth_blocks = build_depth_blocks(accuracies)
+    reader_blocks = window_readers.reader_blocks(accuracies, record.settings.split)
     return ReportContent(
         lead=_lead(record, accuracies),
         parts=[
             Part("exact", "Exact match", [*blocks, picture]),
+            Part("readers", "What would a guess and the last tokens give?", reader_blocks),
             Part("depths", "Is the answer found at every depth?", depth_blocks),
             Part("examples", "Which examples fail?", examples.task_blocks(folder, record, accuracies)),
             Part("published", "Comparison with published values", published_comparison.comparison_blocks(record, runs)),
         ],
         build_measurements=partial(_measurements, accuracies),
-        markdown=stack_tables(tables, "task").to_markdown() + markdown([*notes, *depth_blocks]),
+        markdown=stack_tables(tables, "task").to_markdown() + markdown([*notes, *depth_blocks, *reader_blocks]),
         figure=figure,
         other_figures={"depths": heat_maps} if heat_maps else {},
     )
