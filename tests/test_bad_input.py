@@ -177,6 +177,15 @@ eval --rpe  -> --rpe: expected one argument
 +eval --lengths ''  -> --lengths: is empty: give at least one number
 +eval --device gpu  -> --device: invalid choice: 'gpu' (choose from 'auto', 'cpu', 'cuda')
 +eval|bench|train --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or check
+passkey {good} --out {here}/p  -> the following arguments are required: --lengths
+passkey {good} --lengths 0 --out {here}/p  -> --lengths: '0' is not a whole number from 1 to
+passkey {good} --lengths 900 --depths 0 --out {here}/p  -> --depths: '0' is not a whole number from 1 to
+passkey {good} --lengths 900 --examples 0 --out {here}/p  -> --examples: '0' is not a whole number from 1 to
+passkey {good} --lengths 900 --choices 1 --out {here}/p  -> --choices: '1' is not a whole number from 2 to
+passkey {good} --lengths 900 --choices 4 --out {here}/p  -> --choices has no effect on --answer generation
+passkey {good} --lengths 900 --out {here}/p  -> has no tokenizer
+passkey {here} --lengths 900 --out {here}/p  -> has no config.json
+passkey gone --lengths 900 --out {here}/p  -> gone
 needle-attention {good} --length 0  -> --length: '0' is not a whole number from 1 to
 needle-attention {good} --example -1  -> --example: '-1' is not a whole number from 0 to
 needle-attention {good} --depth -0.5  -> --depth: '-0.5' is not
@@ -280,9 +289,10 @@ NUMBERS = {
     "--valid-questions --documents --save-every --log-interval --updates --batch-sentences --warmup --update-freq "
     "--log-encodings-every --lengths --max-tokens --batch-size --position-samples --windows --stride --first-tokens --samples "
     "--population --iterations --beam --length --head --quantised --blocks --rows --train-length --batch --repeats "
-    "--devices --top-k --short-context --stretch",
+    "--devices --top-k --short-context --stretch --keep-at --evaluate-at --examples",
     "a whole number from 1 to 4294967295": "--seed --seeds",
-    "a whole number from 0 to 1000000000": "--node-rank --query --layers",
+    "a whole number from 0 to 1000000000": "--node-rank --query --layers --example",
+    "a whole number from 2 to 1000": "--choices",
     "a whole number from 1 to 1024": "--nodes --nproc --jobs --heads",
     "a whole number from 0 to 256": "--workers",
     "a whole number from 1 to 65536": "--model-width --vocabulary --head-width",
@@ -299,7 +309,7 @@ ELSEWHERE = {
     option: f"a whole number from 1 to {most}"
     for option, most in (
         *(("sensitivity --head-width", 10**9), ("bias --width", 65536), ("bias --length", 2**24)),
-        *(("verdict --layers", 1024), ("trf --layers", 1024), ("plan --vocabulary", 10**9)),
+        *(("verdict --layers", 1024), ("trf --layers", 1024), ("plan --vocabulary", 10**9), ("passkey --depths", 10**9)),
     )
 }
 

@@ -64,6 +64,7 @@ class Checkpoint:
         optimizer_history: An entry per optimizer; None in old checkpoints, which have no history.
         encoding_weights: Weights of each encoding by name: one encoding per model, or one per layer. In a pattern of
             layers, those of each instance; the entry of an encoding without parameters is empty, or missing at the end.
+        tokens_trained: Number of tokens that the updates were computed from, or None if it is not recorded.
     """
 
     path: Path
@@ -72,6 +73,7 @@ class Checkpoint:
     weights: Mapping[str, Tensor]
     optimizer_history: tuple[Mapping[str, object], ...] | None
     encoding_weights: tuple[Mapping[str, Tensor], ...]
+    tokens_trained: int | None = None
 
     @property
     def num_updates(self) -> int | None:
@@ -121,7 +123,34 @@ def load_checkpoint(path: Path) -> Checkpoint:
     history = _check_history(path, state.get("optimizer_history") or [])
     _check_layers(path, model, weights)
     optimizer_history = history if "optimizer_history" in state else None
-    return Checkpoint(path, model, task, weights, optimizer_history, _encoding_weights(path, model, weights))
+    encoding_weights = _encoding_weights(path, model, weights)
+    tokens = _tokens_trained(state.get("extra_state"), history)
+    return Checkpoint(path, model, task, weights, optimizer_history, encoding_weights, tokens)
+
+
+def _tokens_trained(extra_state: object, history: Sequence[Mapping[str, object]]) -> int | None:
+    """Return the tokens of all updates of a training, from fairseq's meter of the tokens of an update ("wpb").
+
+    The meter has the sum over all updates, without padding and over all processes. Return None if it has not counted
+    each update, as in a model that was not trained by fairseq-train.
+    """
+    metrics = extra_state.get("metrics") if isinstance(extra_state, dict) else None
+    meters = metrics.get("default") if isinstance(metrics, dict) else None
+    for meter in meters if isinstance(meters, (list, tuple)) else ():
+        if isinstance(meter, (list, tuple)) and len(meter) == 4 and meter[1] == "wpb" and isinstance(meter[3], dict):
+            total, count = (_plain_number(meter[3].get(key)) for key in ("sum", "count"))
+            updates = history[-1].get("num_updates") if history else None
+            return int(total) if total > 0 and count == updates else None
+    return None
+
+
+def _plain_number(value: object) -> float:
+    """Return a finite number, also from a tensor with one element; 0 for anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.layout == torch.strided:
+        value = value.item()
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return 0.0
+    return float(value) if abs(value) < 2**63 else 0.0
 
 
 def check_model_size(checkpoint: Checkpoint) -> None:

@@ -12,8 +12,33 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError, oserror_message
 
+_INTERMEDIATE = "intermediate"  # folder of the weights that a training keeps
 _MAX_PICKLE = 2**24  # bytes of names and settings; 100,000 tensors need 13 million
 _BEFORE_ZIP = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of files of torch before 1.6
+
+
+def intermediate_path(folder: Path, updates: int) -> Path:
+    """Return the file of the weights that a training keeps after a number of updates.
+
+    The file has no state of the optimizer, so no training resumes from it; its folder separates it from the checkpoints
+    that fairseq writes, resumes from and deletes.
+
+    Args:
+        folder: Folder of the training's checkpoints.
+        updates: Number of updates.
+    """
+    return folder / _INTERMEDIATE / f"update_{updates}.pt"
+
+
+def intermediate_files(folder: Path) -> dict[int, Path]:
+    """Return the weights that a training has kept, by number of updates, ascending.
+
+    Args:
+        folder: Folder of the training's checkpoints; it need not exist.
+    """
+    paths = (folder / _INTERMEDIATE).glob("update_*.pt")
+    files = {int(number): path for path in paths if (number := path.stem.removeprefix("update_")).isdigit()}
+    return dict(sorted(files.items()))
 
 
 def check_file(path: Path) -> None:

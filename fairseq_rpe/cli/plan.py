@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fairseq_rpe.cli.options import int_list, positive_float, positive_int, seed_list, share, spec
 from fairseq_rpe.cli.printing import add_json
-from fairseq_rpe.cli.sweep import add_grid_options, named_folder, resolve_sweep
+from fairseq_rpe.cli.sweep import add_evaluate_at, add_grid_options, named_folder, resolve_sweep
 from fairseq_rpe.cli.train import add_fairseq_flags, add_settings
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.training_config import SETTINGS
@@ -62,6 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="further text of the evaluation (may be repeated)",
     )
+    add_evaluate_at(parser)
     parser.add_argument("--split", help="split to score (default: test; for questions valid)")
     parser.add_argument("--seeds", type=seed_list, metavar="N,N,...", help="seeds of the runs (default: 1)")
     parser.add_argument(

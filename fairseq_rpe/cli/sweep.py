@@ -40,6 +40,12 @@ def add_grid_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", type=spec_list, metavar='"NAME ..."', help="methods of the recipe, or all")
 
 
+def add_evaluate_at(parser: argparse.ArgumentParser) -> None:
+    """Add the option for evaluations along the training."""
+    about = "also evaluate the models after these numbers of updates, which one training keeps"
+    parser.add_argument("--evaluate-at", type=int_list, metavar="N,N,...", help=about)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``sweep``."""
     parser.description = (
@@ -53,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="lengths in tokens (the training length is always added) or numbers of items",
     )
+    add_evaluate_at(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/RECIPE-PRESET)")
     about = (
         "also evaluate on this text, which has DATA's vocabulary; in a recipe with questions: fine-tune and evaluate "
@@ -166,6 +173,8 @@ def run(args: argparse.Namespace) -> int:
         folder.lock, f"another sweep is running in {sweep.out}: wait for it, stop it or choose another --out"
     ):
         record = run_sweep.merged_record(sweep, inputs, runs)
+        for sweep_run in runs:
+            sweep_run.check_intermediate()
         remaining = {run: stages for run in runs if (stages := run.remaining_stages())}
         for line in run_sweep.skipped_evaluations(runs):
             print(line, file=sys.stderr)

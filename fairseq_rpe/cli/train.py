@@ -18,12 +18,13 @@ from fairseq_rpe.cli import options
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.training_config import SETTINGS, Decay, Processes, Rank, Rate, Seed, TrainingConfig, option_name
-from fairseq_rpe.utils.records import Betas, Count, Fraction, NonEmptyText, NonNegative
+from fairseq_rpe.utils.records import Betas, Count, Counts, Fraction, NonEmptyText, NonNegative
 
 # annotation of a field -> parser of its value
 _PARSERS = {
     Betas: options.betas,
     Count: options.positive_int,
+    Counts: options.int_list,
     Decay: options.decay,
     Fraction: options.fraction,
     NonEmptyText: options.spec,
@@ -36,6 +37,8 @@ _PARSERS = {
     str: str,
 }
 SHORT_WARMUP = "at most a fifth of the updates"  # runs.defaults.WARMUP_SHARE in words
+# how the default of a short training differs
+_SHORT_TRAINING = {"warmup": f"; {SHORT_WARMUP}", "save_every": "; half of the updates if the training is shorter"}
 _ALIASES = {"finetune_from": ["--init-from"]}
 _OTHER_PARSERS = {"master": options.address}
 
@@ -108,7 +111,7 @@ def _default_words(name: str) -> str:
     if SETTINGS[name].default_words:
         return SETTINGS[name].default_words
     if getattr(defaults_for("tiny", False), name, None) is not None:
-        return _default_by_arch(name) + (f"; {SHORT_WARMUP}" if name == "warmup" else "")
+        return _default_by_arch(name) + _SHORT_TRAINING.get(name, "")
     value = getattr(TrainingConfig, name, None)
     default = SETTINGS[name].default if value in (None, ()) else value
     return "" if default is None else format(default, "g") if isinstance(default, float) else str(default)
@@ -191,7 +194,8 @@ def run(args: argparse.Namespace) -> None:
         check_model(config, plan)
         print(shlex.join(launch.training_command(config, plan, node, launch.count_gpus(config, dry=True))))
         return
-    if CheckpointFolder(config.out).finished_digest(plan):
+    if (folder := CheckpointFolder(config.out)).finished_digest(plan):
+        folder.check_intermediate(config.keep_at or (), plan.updates, "--keep-at")
         print(f"{config.out} already holds the finished run of {plan.updates} updates")
         return
     from fairseq_rpe.runs import train

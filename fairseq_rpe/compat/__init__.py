@@ -6,7 +6,7 @@ They change fairseq's modules in the whole process, and ``sys.excepthook`` for o
 from fairseq_rpe.compat import quick_start  # noqa: F401  (first)
 
 # isort: split
-from fairseq_rpe.compat import board, epoch_batches, excepthook, safe_loading, safe_saving  # noqa: F401
+from fairseq_rpe.compat import board, epoch_batches, excepthook, intermediate_checkpoints, safe_loading, safe_saving  # noqa: F401
 from fairseq_rpe.compat.flags import is_replaced, overrides
 from fairseq_rpe.compat.guards import check_scored_tokens, count_scored_tokens
 from fairseq_rpe.compat.safe_literals import evaluate_literal, replace_eval

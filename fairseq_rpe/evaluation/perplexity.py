@@ -97,6 +97,8 @@ def make_evaluator(request: TextRequest) -> Callable[[TextKey], TextResult]:
             unigram_ppl=unigram_ppl,
             train_length=checkpoint.train_length() or None,
             context=document_context(request.blocks or "stream", bool(request.separate_documents)),
+            updates=checkpoint.num_updates or None,
+            tokens_trained=checkpoint.tokens_trained,
         )
 
     return evaluate

@@ -221,6 +221,8 @@ class TextResult(TextKey, Result):
         unigram_ppl: 2 ** entropy of the symbol frequencies, the lowest perplexity of one fixed distribution.
         train_length: training length of the model in tokens.
         context: whether the context of a token may begin in an earlier document.
+        updates: number of updates of the model's training, up to this checkpoint.
+        tokens_trained: number of tokens of these updates.
     """
 
     key_type = TextKey
@@ -236,6 +238,8 @@ class TextResult(TextKey, Result):
     unigram_ppl: float | None = None
     train_length: Count | None = None
     context: Context | None = None
+    updates: Count | None = None
+    tokens_trained: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

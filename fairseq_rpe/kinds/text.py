@@ -14,6 +14,7 @@ from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.records import TextKey, TextResult
 from fairseq_rpe.reports.kind_report import KindReport, MetricTags
 from fairseq_rpe.reports.sweep_results import Perplexities, load_perplexities
+from fairseq_rpe.reports.training_axis import CURVE_TAG, curve_by_tokens, load_training_axis
 from fairseq_rpe.runs import training_data
 from fairseq_rpe.sweeps import grid
 from fairseq_rpe.sweeps.grid import Evaluation, ForwardPass, SweepRun
@@ -71,7 +72,8 @@ class TextReport(KindReport[Perplexities]):
 
     def load_results(self, folder: SweepFolder, record: SweepRecord) -> Perplexities:
         """Read the perplexities of the finished runs."""
-        return load_perplexities(folder, record)
+        axis = load_training_axis(folder, record)
+        return replace(load_perplexities(folder, record), training_axis=axis)
 
     def content_builder(
         self, folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], results: Perplexities, delta: float
@@ -91,7 +93,14 @@ class TextReport(KindReport[Perplexities]):
     def metric_tags(self, results: Perplexities) -> MetricTags:
         """Return a metric per length."""
         names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in results.shown_lengths}
-        return MetricTags(names, "1_by_length/ppl", "perplexity over evaluation length (step = tokens)")
+        further = {"perplexity ratio along the training (step = tokens trained)": CURVE_TAG}
+        title = "perplexity over evaluation length (step = tokens)"
+        return MetricTags(names, "1_by_length/ppl", title, further if results.training_axis else {})
+
+    def further_curves(self, results: Perplexities, method: str) -> dict[str, dict[int, float]]:
+        """Return the ratio of perplexities along the training of a run."""
+        curve = curve_by_tokens(results.training_axis, method, results.results[0].seed)
+        return {CURVE_TAG: curve} if curve else {}
 
     def metrics_and_curve(
         self, results: Perplexities, method: str, task: str | None
@@ -126,7 +135,7 @@ def _evaluations(sweep: Sweep, texts: _Texts, run: SweepRun, method: Method) -> 
     words = ["--split", sweep.split, *grid.common_arguments(run, method, lengths if sweep.lengths or skipped else ())]
     words += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
     key = grid.method_key(TextKey, method, split=sweep.split)
-    return [
+    evaluations = [
         Evaluation(
             grid.command_line("eval", str(run.folder.checkpoints.last), str(data), *words),
             tuple(replace(key, data=digest, length=n) for n in lengths),
@@ -137,6 +146,13 @@ def _evaluations(sweep: Sweep, texts: _Texts, run: SweepRun, method: Method) -> 
         )
         for name, (data, digest) in texts.items()
     ]
+    # on the text of the training alone; the last update is that of the evaluation above
+    of_training = [evaluation for evaluation in evaluations if evaluation.text_name is None]
+    for updates in (n for n in sweep.evaluate_at if n < run.plan.updates):
+        path = str(run.folder.checkpoints.intermediate_path(updates))
+        command = grid.command_line("eval", path, str(sweep.data), *words)
+        evaluations += [replace(evaluation, command=command, updates=updates) for evaluation in of_training]
+    return evaluations
 
 
 def _passes(data: Path, split: str, lengths: Sequence[int]) -> list[ForwardPass]:

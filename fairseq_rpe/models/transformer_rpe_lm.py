@@ -15,6 +15,7 @@ from fairseq.modules import AdaptiveInput
 from omegaconf import II
 
 from fairseq_rpe.checkpoints.model_sizes import ARCH_PREFIX, MODEL_SIZES
+from fairseq_rpe.compat.intermediate_checkpoints import parse_updates
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.layer_pattern import is_pattern, parse_pattern
 from fairseq_rpe.decoder.config import (
@@ -109,6 +110,9 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
     rpe_module: Optional[str] = _flag(None, "Python file that registers your encodings")
     rpe_log_encodings_every: int = _flag(
         0, "updates between plots of the encodings in TensorBoard; 0: none; needs --tensorboard-logdir"
+    )
+    rpe_keep_at: Optional[str] = _flag(
+        None, "numbers of updates, e.g. 100,200,400: keep the weights after each of them in SAVE_DIR/intermediate"
     )
     rpe_tensorboard: Optional[str] = II("common.tensorboard_logdir")
     # a copy of the training length, because --model-overrides may change tokens_per_sample in evaluation
@@ -219,6 +223,8 @@ def _refuse_unsupported(args):
         raise UserError(
             f"--rpe-log-encodings-every is 0 (off) or a number of updates, not {args.rpe_log_encodings_every}"
         )
+    if args.rpe_keep_at:
+        parse_updates(str(args.rpe_keep_at))
     if args.rpe_log_encodings_every and not args.rpe_tensorboard:
         raise UserError("--rpe-log-encodings-every writes to TensorBoard: give --tensorboard-logdir DIR too")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 from fairseq_rpe.core.errors import UserError
@@ -25,11 +26,13 @@ class MetricTags(NamedTuple):
         names: title of each metric by tag; the metrics are the columns of the HParams tab.
         curve: tag of the curve of each run.
         title: title of the chart of all curves.
+        further: tags of further curves by the title of their chart.
     """
 
     names: dict[str, str]
     curve: str
     title: str
+    further: Mapping[str, str] = MappingProxyType({})
 
 
 class KindReport(ABC, Generic[Results]):
@@ -94,6 +97,15 @@ class KindReport(ABC, Generic[Results]):
             method: name of its method.
             task: its generated task or folder of questions; None for text.
         """
+
+    def further_curves(self, results: Results, method: str) -> dict[str, dict[int, float]]:
+        """Return further curves of one run, by tag and by step.
+
+        Args:
+            results: results of the run alone.
+            method: name of its method.
+        """
+        return {}
 
 
 def kind_report(name: str) -> KindReport[SweepResults]:

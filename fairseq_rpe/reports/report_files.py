@@ -7,6 +7,7 @@ from pathlib import Path
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.reports.kind_report import kind_report, load_results
 from fairseq_rpe.reports.sweep_results import SweepResults
+from fairseq_rpe.reports.training_axis import CSV_NAME, FIGURE_NAME
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord
 from fairseq_rpe.utils.files import atomic_write
 
@@ -19,6 +20,7 @@ class ReportFiles:
         kind: kind of the results: text, algorithms or answers.
         texts: names of the further texts that the models are evaluated on.
         has_depths: whether results depend on a depth.
+        has_training_axis: whether checkpoints on the way of the trainings are evaluated.
 
     Attributes:
         csv: numbers as CSV.
@@ -32,10 +34,19 @@ class ReportFiles:
         text_tables: CSV file of each further text, by the name of the text.
         depth_maps: heat map of the results by length and depth as PNG and PDF; empty if no task of the sweep has depths
             in its split. The map is drawn once results with depths exist, see :meth:`is_current`.
-        extra_figures: PNG and PDF of further figures by name: ``depths`` is the heat map, others are further texts.
+        training_axis: CSV file of the perplexities along the training; None if no checkpoints on the way are evaluated.
+        extra_figures: PNG and PDF of further figures by name: ``depths`` is the heat map, ``training axis`` the ratio
+            along the training, others are further texts.
     """
 
-    def __init__(self, folder: Path, kind: str, texts: Iterable[str] = (), has_depths: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        texts: Iterable[str] = (),
+        has_depths: bool = False,
+        has_training_axis: bool = False,
+    ) -> None:
         report = kind_report(kind)
         self.csv, self.markdown, self.latex = (folder / f"{report.csv_name}.{end}" for end in ("csv", "md", "tex"))
         self.figures = _figure_paths(folder, report.figure_name)
@@ -46,20 +57,24 @@ class ReportFiles:
         self.text_tables = {name: folder / f"results-{name}.csv" for name in texts}
         self.depth_maps = _figure_paths(folder, "depths") if has_depths else []
         depths = {"depths": self.depth_maps} if has_depths else {}
-        self.extra_figures = depths | {name: _figure_paths(folder, f"ppl-{name}") for name in self.text_tables}
+        axis = {FIGURE_NAME: _figure_paths(folder, CSV_NAME.removesuffix(".csv"))} if has_training_axis else {}
+        self.training_axis = folder / CSV_NAME if has_training_axis else None
+        self.extra_figures = depths | axis | {name: _figure_paths(folder, f"ppl-{name}") for name in self.text_tables}
 
     @classmethod
     def from_sweep(cls, folder: SweepFolder, record: SweepRecord) -> "ReportFiles":
         """Return the paths of the report of a sweep, whose record decides what the report contains."""
         split = record.settings.split or "test"
         has_depths = any(build(task).depths(split) for task in record.algorithms)
-        return cls(folder.path, record.kind, record.evaluate, has_depths)
+        return cls(folder.path, record.kind, record.evaluate, has_depths, bool(record.evaluate_at))
 
     @property
     def files(self) -> list[Path]:
         """All files of the report except those of TensorBoard, and except ``latex``, which not every report has."""
         figures = [path for paths in (self.figures, *self.extra_figures.values()) for path in paths]
-        return [self.csv, self.markdown, self.page, *figures, *self.extra_tables, *self.text_tables.values()]
+        return [self.csv, self.markdown, self.page, *figures, *self.extra_tables, *self.text_tables.values()] + (
+            [] if self.training_axis is None else [self.training_axis]
+        )
 
     @contextmanager
     def write_markdown_last(self, text: str) -> Iterator[None]:
@@ -78,7 +93,8 @@ class ReportFiles:
     def csv_texts(self, results: SweepResults) -> dict[Path, str]:
         """Return the text of each CSV file with results, by path: that of the sweep and that of each further text."""
         further = {self.text_tables[name]: other.csv() for name, other in results.other_texts.items()}
-        return {self.csv: results.csv(), **further}
+        along_training = {} if self.training_axis is None else {self.training_axis: results.training_axis_csv()}
+        return {self.csv: results.csv(), **further, **along_training}
 
     def is_current(self, results: SweepResults) -> bool:
         """Return whether the report is finished, and its CSV files have the numbers of ``results``."""

@@ -50,6 +50,29 @@ class SweepResult(Generic[ResultType]):
         return self.result.algorithm if isinstance(self.result, ExactMatchResult) else self.folder
 
 
+@dataclass(frozen=True)
+class TrainingPoint:
+    """A perplexity of a model along its training.
+
+    Attributes:
+        method: name of the method.
+        seed: seed of the run.
+        updates: number of updates of the checkpoint.
+        tokens: number of tokens that the updates were computed from, None if unknown.
+        length: length of the evaluation in tokens.
+        ppl: perplexity per token.
+        ratio: ``ppl`` divided by that of the same checkpoint at the training length, None if unknown.
+    """
+
+    method: str
+    seed: int
+    updates: int
+    tokens: int | None
+    length: int
+    ppl: float
+    ratio: float | None
+
+
 class SweepResults:
     """Results of a sweep; each kind of sweep has a subclass.
 
@@ -57,15 +80,24 @@ class SweepResults:
         results: all results.
         other_texts: results on further texts, by name of the text.
         tasks_with_depths: generated tasks whose results depend on a depth.
+        training_axis: perplexities along the training.
     """
 
     results: Sequence[SweepResult[Any]]
     other_texts: Mapping[str, "SweepResults"] = MappingProxyType({})
     tasks_with_depths: Sequence[str] = ()
 
+    training_axis: Sequence[TrainingPoint] = ()
+
     def csv(self) -> str:
         """Return the results as CSV."""
         raise NotImplementedError
+
+    def training_axis_csv(self) -> str:
+        """Return a CSV row for each perplexity along the training."""
+        header = ("method", "seed", "updates", "tokens trained", "length", "perplexity", "ratio")
+        points = self.training_axis
+        return csv_text(header, ((p.method, p.seed, p.updates, p.tokens, p.length, p.ppl, p.ratio) for p in points))
 
 
 @dataclass(frozen=True)
@@ -78,12 +110,15 @@ class Perplexities(SweepResults):
         other_texts: perplexities on further texts, by name of the text.
         continued_lengths: training length by name, for methods that continue another method's training at a length of
             their own.
+        training_axis: perplexities along the training, the end included; empty if no checkpoint on the way was
+            evaluated.
     """
 
     results: Sequence[SweepResult[TextResult]]
     train_length: int
     other_texts: Mapping[str, "Perplexities"] = field(default_factory=dict)
     continued_lengths: Mapping[str, int] = field(default_factory=dict)
+    training_axis: Sequence[TrainingPoint] = ()
 
     @cached_property
     def _by_encoding(self) -> dict[str, list[SweepResult[TextResult]]]:
@@ -393,9 +428,21 @@ def current_results(
         The results for which :func:`_belongs_to` holds, one for each of their keys; empty if the run is not finished.
     """
     record = run.checkpoints.read_record()
-    if record is None:
-        return []
-    digest = record.finished.digest(which)
+    return [] if record is None else checkpoint_results(kind, run, method, record.finished.digest(which))
+
+
+def checkpoint_results(kind: type[ResultType], run: RunFolder, method: Method, digest: str | None) -> list[ResultType]:
+    """Read the results that belong to a method's settings and to one checkpoint of its run.
+
+    Args:
+        kind: type of the results.
+        run: run folder.
+        method: the method.
+        digest: digest of the checkpoint.
+
+    Returns:
+        The results, as those of :func:`current_results`.
+    """
     results = [result for result in records.read_results(kind, run.results) if _belongs_to(result, method, digest)]
     # Earlier versions drew random positions once for all blocks (draws=None). A result of the same settings with a draw
     # for each block (draws=1) comes later after this sort, so it replaces such a result.

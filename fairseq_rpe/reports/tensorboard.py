@@ -63,7 +63,8 @@ def _write_sessions(
         rows_alone = replace(results, results=rows)
         metrics, curve = report.metrics_and_curve(rows_alone, run.method.name, run.task)
         shown = {tag: value for tag, value in metrics.items() if tag in tags.names}
-        _write_session(new_folder / slug(label, run.seed), sessions[-1], shown, curve, tags.curve)
+        curves = {tags.curve: curve, **report.further_curves(rows_alone, run.method.name)}
+        _write_session(new_folder / slug(label, run.seed), sessions[-1], shown, curves)
     return sessions
 
 
@@ -71,6 +72,7 @@ def _charts(folder: SweepFolder, tags: MetricTags) -> dict[str, str]:
     """Return the charts of the layout: title -> pattern of tags."""
     return {
         tags.title: tags.curve,
+        **tags.further,
         "validation loss (bits per token)": "2_validation/loss",
         # runs of earlier versions log their losses without a group
         "training loss (bits per token)": "(?:3_training/)?loss",
@@ -147,14 +149,15 @@ def _hparams_columns(metrics: Mapping[str, str], sessions: Sequence[RunSettings]
 
 
 def _write_session(
-    folder: Path, settings: RunSettings, metrics: Mapping[str, float], curve: Mapping[int, float], curve_tag: str
+    folder: Path, settings: RunSettings, metrics: Mapping[str, float], curves: Mapping[str, Mapping[int, float]]
 ) -> None:
-    """Write one run of the HParams tab: its settings, its metrics by tag, and its curve by step."""
+    """Write one run of the HParams tab: its settings, its metrics by tag, and its curves by tag and step."""
     _, start, end = hparams(settings, {})
     with SummaryWriter(str(folder), purge_step=0) as writer:
         writer.file_writer.add_summary(start, 0)
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, 0)
         writer.file_writer.add_summary(end, 0)
-        for step, value in curve.items():
-            writer.add_scalar(curve_tag, value, step)
+        for tag, curve in curves.items():
+            for step, value in curve.items():
+                writer.add_scalar(tag, value, step)

@@ -1,5 +1,6 @@
 """Default settings of a training by architecture, for text and for generated tasks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ _TINY_TASK = replace(
 _PAPER_TASK = replace(_PAPER, tokens=0, batch_sentences=64, schedule="linear", updates=40000, lr=3e-5, warmup=2400)
 # A default warm-up takes at most one update in this many: the share of tiny's own defaults, 80 of 400.
 WARMUP_SHARE = 5
+_SHORTEST_SAVE = 50  # updates between checkpoints of a short training: fewer would cost more than they can save
 
 
 def default_warmup(longest: int, updates: int) -> int:
@@ -57,6 +59,36 @@ def default_warmup(longest: int, updates: int) -> int:
         ``longest``, or a fifth of the updates if that is less; at least 1.
     """
     return max(1, min(longest, updates // WARMUP_SHARE))
+
+
+def default_save_every(longest: int, updates: int) -> int:
+    """Compute the number of updates between checkpoints of a training that does not state it.
+
+    Args:
+        longest: the number for a training that is long enough for it.
+        updates: updates of this training.
+
+    Returns:
+        ``longest``, or for a training that would end before, half of its updates but at least ``_SHORTEST_SAVE``.
+    """
+    return longest if longest <= updates else min(longest, max(_SHORTEST_SAVE, updates // 2))
+
+
+def check_keep_at(keep_at: Sequence[int], updates: int, option: str) -> None:
+    """Check that a training reaches the updates after which its weights are to be kept or evaluated.
+
+    Args:
+        keep_at: numbers of updates.
+        updates: updates of the training.
+        option: option that names them, for the message.
+
+    Raises:
+        UserError: one of them is beyond the training.
+    """
+    if (most := max(keep_at, default=0)) > updates:
+        raise UserError(
+            f"{option} {most} is beyond the {updates} updates of the training: lower it, or raise --updates"
+        )
 
 
 def check_warmup(warmup: int, updates: int) -> None:

@@ -145,6 +145,8 @@ def _flag(flag: str, value: Any) -> list[str]:
     """Return the words that pass a value: none for None and False, the flag alone for True."""
     if value is None or value is False:
         return []
+    if isinstance(value, tuple) and all(isinstance(item, int) for item in value):
+        value = ",".join(map(str, value))
     return [flag] if value is True else [flag, str(value)]
 
 

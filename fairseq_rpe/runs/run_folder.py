@@ -2,11 +2,12 @@
 
 import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from fairseq_rpe.checkpoints.checkpoint_file import intermediate_path
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.renamed import LAST_COMMIT_OF_OLD_LAYOUT
 from fairseq_rpe.runs.settings import RunSettings, TrainingPlan
@@ -31,11 +32,13 @@ class FinishedTraining:
         updates: number of updates that were done, counted from the start of the first training of the run.
         checkpoint: digest of the last checkpoint.
         best: digest of the checkpoint with the best validation; None if no such file was saved.
+        intermediate: digests of the weights that were kept on the way, by number of updates (as text, as JSON has it).
     """
 
     updates: int | None = None
     checkpoint: str | None = None
     best: str | None = None
+    intermediate: Mapping[str, str] = field(default_factory=dict)
 
     def digest(self, kind: CheckpointKind) -> str | None:
         """Return the digest of the last or best checkpoint."""
@@ -241,6 +244,78 @@ class CheckpointFolder:
             return None
         digest = sha256_of_files(self.last)
         return digest if digest == record.finished.checkpoint else None
+
+    def intermediate_path(self, updates: int) -> Path:
+        """Return the file of the model after a number of updates, which need not exist.
+
+        It is the file that ``--keep-at`` writes, or a checkpoint that fairseq has kept at its interval.
+
+        Args:
+            updates: number of updates.
+        """
+        path = intermediate_path(self.path, updates)
+        of_interval = sorted(self.path.glob(f"checkpoint_[0-9]*_{updates}.pt"))
+        return of_interval[0] if of_interval and not path.exists() else path
+
+    def missing_updates(self, keep_at: Collection[int], done: int) -> list[int]:
+        """Return the updates up to ``done`` whose weights should have been kept and are not in the folder.
+
+        Args:
+            keep_at: numbers of updates.
+            done: updates of the training so far; weights are missing only if it has passed their update.
+        """
+        return sorted(n for n in keep_at if n < done and not self.intermediate_path(n).exists())
+
+    def check_intermediate(self, keep_at: Collection[int], done: int, option: str) -> None:
+        """Check that the folder has the weights of all updates that a training has passed.
+
+        Args:
+            keep_at: numbers of updates.
+            done: updates of the training so far.
+            option: option that names the updates, for the message.
+
+        Raises:
+            UserError: the weights of an update are missing.
+        """
+        if missing := self.missing_updates(keep_at, done):
+            raise UserError(
+                f"{self.path} is at update {done} and did not keep the weights of update {missing[0]}: leave "
+                f"{missing[0]} out of {option}, or delete the folder to train again"
+            )
+
+    def record_intermediate(self, keep_at: Collection[int]) -> None:
+        """Add the digests of kept weights to the record of a finished run, if it lacks them.
+
+        A training records what ``--keep-at`` has kept; the record lacks checkpoints that fairseq has kept otherwise.
+
+        Args:
+            keep_at: numbers of updates whose files exist.
+        """
+        record = self.read_record()
+        recorded = record.finished.intermediate if record is not None else {}
+        if missing := [updates for updates in keep_at if str(updates) not in recorded]:
+            digests = {str(n): sha256_of_files(self.intermediate_path(n)) for n in sorted(missing)}
+            table = read_json(self.record_path)
+            table["finished"] = {**table["finished"], "intermediate": {**recorded, **digests}}
+            write_json(self.record_path, table)
+
+    def intermediate_digest(self, updates: int) -> str:
+        """Return the digest of kept weights of a finished run, which are about to be evaluated.
+
+        Args:
+            updates: number of updates.
+
+        Returns:
+            The digest.
+
+        Raises:
+            UserError: the file is missing, not recorded, or was changed after the training.
+        """
+        record, file = self.read_record(), self.intermediate_path(updates)
+        digest = record.finished.intermediate.get(str(updates)) if record is not None else None
+        if digest is None or not file.exists() or sha256_of_files(file) != digest:
+            raise UserError(f"{file} was changed after its training: delete {self.path} to train again")
+        return digest
 
     def checkpoint_path(self, kind: CheckpointKind) -> Path:
         """Return the path of the last or best checkpoint."""

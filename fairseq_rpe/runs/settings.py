@@ -8,7 +8,14 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.checkpoints.model_sizes import find_size, full_arch_name
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.decoder.config import BLOCK_PRESETS, DecoderConfig
-from fairseq_rpe.runs.defaults import check_arch, check_warmup, default_warmup, defaults_for
+from fairseq_rpe.runs.defaults import (
+    check_arch,
+    check_keep_at,
+    check_warmup,
+    default_save_every,
+    default_warmup,
+    defaults_for,
+)
 from fairseq_rpe.runs.reserved_flags import check_extra
 from fairseq_rpe.runs.training_config import (
     BY_BLOCK,
@@ -149,7 +156,7 @@ def make_plan(config: TrainingConfig, data_digest: str) -> TrainingPlan:
 
     Raises:
         UserError: ``tokens`` is given with a generated task, the architecture is unknown, ``extra`` repeats an option,
-            or the warm-up takes all updates.
+            the warm-up takes all updates, or ``keep_at`` is beyond them.
     """
     arch = config.arch or "tiny"
     check_arch(arch, config.rpe_module)
@@ -164,6 +171,7 @@ def make_plan(config: TrainingConfig, data_digest: str) -> TrainingPlan:
     updates = filled["updates"]
     filled["warmup"] = config.warmup or default_warmup(defaults.warmup, updates)
     check_warmup(filled["warmup"], updates)
+    check_keep_at(config.keep_at or (), updates, "--keep-at")
     if filled["schedule"] == "cosine" or config.min_lr is not None:
         _check_cosine(filled["schedule"], filled["lr"], config.min_lr or 0.0)
     module, start = config.rpe_module, config.finetune_from
@@ -180,7 +188,8 @@ def make_plan(config: TrainingConfig, data_digest: str) -> TrainingPlan:
     }
     # the learning rate depends on the last update, so the number of updates cannot be raised later
     filled["last_update"] = updates if filled["schedule"] != "inverse_sqrt" else None
-    return TrainingPlan(_without_defaults(filled), updates, filled["save_every"])
+    save_every = config.save_every or default_save_every(defaults.save_every, updates)
+    return TrainingPlan(_without_defaults(filled), updates, save_every)
 
 
 def _without_defaults(values: Mapping[str, Any]) -> ResolvedSettings:

@@ -90,6 +90,10 @@ def train(config: TrainingConfig, plan: TrainingPlan, node: Node) -> None:
         return
     with exclusive_lock(folder.lock, f"another process is training in {folder.path}: wait for it or stop it") as held:
         done, is_new = _recover_updates(folder, plan), not folder.environment.exists()
+        folder.check_intermediate(config.keep_at or (), done, "--keep-at")
+        for updates, path in checkpoint_file.intermediate_files(folder.path).items():
+            if updates > done:  # of updates that a killed process did after its last checkpoint; they are done again
+                path.unlink()
         if done < plan.updates:
             log_size = folder.log.stat().st_size if folder.log.exists() else 0
             with _open_outputs(config, plan, node, folder, done) as (log, view):
@@ -119,9 +123,10 @@ def _record_end(config: TrainingConfig, plan: TrainingPlan, folder: CheckpointFo
         where = f"in {folder.log}" if has_log else "above"
         raise UserError(f"fairseq-train stopped at update {done} of {plan.updates}: see its messages {where}")
     best = sha256_of_files(folder.best) if folder.best.exists() else None
-    folder.write_record(
-        config, plan, FinishedTraining(updates=done, checkpoint=sha256_of_files(folder.last), best=best)
-    )
+    kept_files = checkpoint_file.intermediate_files(folder.path)
+    intermediate = {str(updates): sha256_of_files(path) for updates, path in kept_files.items()}
+    digest = sha256_of_files(folder.last)
+    folder.write_record(config, plan, FinishedTraining(done, checkpoint=digest, best=best, intermediate=intermediate))
     if has_log:
         print(f"{done:,} updates are done: {folder.last}, messages of fairseq-train: {folder.log}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fairseq_rpe.utils import records
-from fairseq_rpe.utils.records import Betas, Count, Fraction, NonEmptyText, NonNegative, Rule
+from fairseq_rpe.utils.records import Betas, Count, Counts, Fraction, NonEmptyText, NonNegative, Rule
 
 IDENTITY = "identity"  # the position transform that changes nothing
 PROGRESS = "progress"  # the log format that shows a progress line and sends fairseq's messages to a file
@@ -133,9 +133,8 @@ class OptimizationSettings:
         betas: β1 and β2 of Adam.
         weight_decay: weight decay of Adam.
         clip_norm: largest norm of the gradient; 0 does not clip it.
-        dropout: dropout of embeddings and sublayers.
-        attention_dropout: dropout of attention weights.
-        activation_dropout: dropout in feed-forward layers.
+        dropout, attention_dropout, activation_dropout: dropout of embeddings and sublayers, of attention weights, and
+            in feed-forward layers.
     """
 
     tokens: Count | None = setting(
@@ -370,15 +369,14 @@ class TrainingConfig(TrainingSettings):
         rpe_module: Python file that registers further encodings.
         attention_backend: attention back end.
         device: ``auto``, ``cpu`` or ``cuda``.
-        nproc: number of processes or GPUs on each node.
-        nodes: number of nodes.
+        nproc, nodes: number of processes or GPUs on each node, and number of nodes.
         node_rank: index of this node.
         master: HOST:PORT at which the nodes meet.
-        save_every: number of updates between checkpoints.
+        save_every, log_encodings_every, log_interval: numbers of updates between checkpoints, between pictures of the
+            encodings for TensorBoard, and between lines of the log.
+        keep_at: numbers of updates after which the weights are kept.
         tensorboard: folder for TensorBoard's files.
-        log_encodings_every: number of updates between pictures of the encodings for TensorBoard.
         log_format: ``progress``, or the log format of fairseq-train.
-        log_interval: number of updates between lines of the log.
         extra: further flags for fairseq-train.
     """
 
@@ -448,6 +446,9 @@ class TrainingConfig(TrainingSettings):
         is_identity=False,
         in_sweep=False,
         in_extension=True,
+    )
+    keep_at: Counts | None = setting(
+        "updates after which the weights are kept", "N,N,...", "--rpe-keep-at", is_identity=False, in_sweep=False
     )
     tensorboard: Path | None = setting(
         "folder for TensorBoard event files", "DIR", "--tensorboard-logdir", is_identity=False, in_sweep=False

@@ -21,6 +21,7 @@ from fairseq_rpe.evaluation import records
 from fairseq_rpe.evaluation.question_records import QuestionKey
 from fairseq_rpe.evaluation.records import ExactMatchKey, Result, TextKey
 from fairseq_rpe.runs import launch
+from fairseq_rpe.runs.defaults import check_keep_at
 from fairseq_rpe.runs.run_folder import CheckpointKind, RunFolder
 from fairseq_rpe.runs.settings import TrainingPlan, make_plan
 from fairseq_rpe.runs.training_config import TrainingConfig
@@ -82,6 +83,8 @@ class Evaluation:
         text_name: name that ``--eval-data`` or the preset gives to a further text; None for the text of the training,
             for generated tasks and for questions.
         skipped_lengths: reason why the method is not evaluated at some lengths; empty otherwise.
+        updates: number of updates of the checkpoint, if that is one on the way; None: the checkpoint of
+            :attr:`SweepRun.checkpoint_kind`.
     """
 
     command: list[str]
@@ -90,6 +93,7 @@ class Evaluation:
     data: Path | None = None
     text_name: str | None = None
     skipped_lengths: str = ""
+    updates: int | None = None
 
 
 @dataclass(eq=False)  # compared and hashed by identity: executors have runs as keys of dictionaries
@@ -161,16 +165,35 @@ class SweepRun:
         if digest is None:
             training = Stage(TRAINING, self.start_command, self.folder.train_log, starts_from_record=True)
             return [training, *(Stage(EVALUATING, e.command, log) for e in self.evaluations)]
+        checkpoints = self.folder.checkpoints
         if self.checkpoint_kind != "last":
-            digest = self.folder.checkpoints.checkpoint_digest(self.checkpoint_kind)
+            digest = checkpoints.checkpoint_digest(self.checkpoint_kind)
+        digests: dict[int | None, str] = {n: checkpoints.intermediate_digest(n) for n in self.evaluated_updates}
+        digests[None] = digest
         # A result counts only if all fields of its key are equal, including the digest of the checkpoint. An evaluation
         # is repeated if any of its results is missing; it does not measure the others again.
         measured = {result.key for result in records.read_results(self.result_type, self.folder.results)}
         return [
             Stage(EVALUATING, evaluation.command, log)
             for evaluation in self.evaluations
-            if any(replace(key, checkpoint=digest) not in measured for key in evaluation.keys)
+            if any(replace(key, checkpoint=digests[evaluation.updates]) not in measured for key in evaluation.keys)
         ]
+
+    @property
+    def evaluated_updates(self) -> list[int]:
+        """Numbers of updates of the checkpoints on the way that are evaluated, ascending."""
+        return sorted({evaluation.updates for evaluation in self.evaluations if evaluation.updates is not None})
+
+    def check_intermediate(self) -> None:
+        """Check that a finished run has the checkpoints on the way that are evaluated, and complete its record of them.
+
+        Raises:
+            UserError: one is missing, or the folder holds another run.
+        """
+        updates = self.evaluated_updates
+        if updates and self.finished_digest() is not None:
+            self.folder.checkpoints.check_intermediate(updates, self.plan.updates, "--evaluate-at")
+            self.folder.checkpoints.record_intermediate(updates)
 
     def launch_line(self, on_slurm: bool, gpus: int) -> str:
         """Return the command of fairseq-train that ``fairseq-rpe train`` starts on each node, for display.
@@ -218,7 +241,10 @@ def build_runs(
                     config = training_config(sweep, method, seed, algorithm, parent, method.rpe not in without_bias)
                     folder = SweepFolder(sweep.out).run_folder(method, seed, algorithm)
                     digest = data_digest or ""
-                    plan = plan_continuation(method, config, digest) if parent else make_plan(config, digest)
+                    # the plan does not depend on keep_at, whose message would not name the option of the sweep
+                    planned = replace(config, keep_at=None)
+                    plan = plan_continuation(method, planned, digest) if parent else make_plan(planned, digest)
+                    check_keep_at(sweep.evaluate_at, plan.updates, "--evaluate-at")
                     runs[name] = SweepRun(folder, config, plan, result_type, parent)
                 if method in sweep.methods:
                     runs[name].evaluations += evaluate(runs[name], method)
@@ -259,6 +285,7 @@ def training_config(
         "tensorboard": sweep_folder.tensorboard / folder.name,
         "log_encodings_every": sweep.base_config.log_encodings_every if logs_encodings else None,
         "finetune_from": parent.folder.checkpoints.last if parent else None,
+        "keep_at": sweep.evaluate_at or None,
     }
     # no key is in both dictionaries: a further training has the encoding, data and positions of its method
     return replace(sweep.base_config, **settings, **overrides)

@@ -9,6 +9,7 @@ from fairseq_rpe import encodings, positions
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings.model import build_distinct
 from fairseq_rpe.encodings.model_rotation import complete_spec_for_checkpoint
+from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.model_check import check_backend, check_evaluation, check_model, check_replacement
 from fairseq_rpe.sweeps.grid import SweepRun
 from fairseq_rpe.sweeps.resolve import Sweep
@@ -57,7 +58,8 @@ def preflight(sweep: Sweep, runs: list[SweepRun], trains_here: bool) -> None:
 
     Raises:
         UserError: a spec is not valid, a method is repeated, its model cannot be built, it continues a training with
-            other parameters, or the trained model cannot be evaluated with its ``rpe_eval`` and positions.
+            other parameters, the trained model cannot be evaluated with its ``rpe_eval`` and positions, or a training
+            has passed an update of ``--evaluate-at`` without keeping its weights.
     """
     by_name = {run.name: run for run in runs}
     if trains_here:
@@ -67,6 +69,10 @@ def preflight(sweep: Sweep, runs: list[SweepRun], trains_here: bool) -> None:
             if run := by_name.get(method.run_name(sweep.seeds[0], task)):
                 _check_method(method, run)
     _check_different(sweep.trained)
+    for run in runs:
+        if updates := run.evaluated_updates:
+            done, _ = checkpoints.find_newest(run.folder.checkpoints)
+            run.folder.checkpoints.check_intermediate(updates, done, "--evaluate-at")
 
 
 def _check_method(method: Method, run: SweepRun) -> None:

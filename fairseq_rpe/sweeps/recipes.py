@@ -134,6 +134,7 @@ class Preset(TrainingSettings):
         methods: methods that are compared by default, None for all.
         seeds: seeds with which each method is trained by default.
         lengths: lengths of the evaluation, in tokens or items.
+        evaluate_at: numbers of updates after which the models are evaluated, too.
         evaluate: folders of further texts to evaluate on, by name.
         further: settings of continued trainings by method; they replace those of the method.
         pretrained: folder of another sweep whose finished pre-trainings are reused.
@@ -151,6 +152,7 @@ class Preset(TrainingSettings):
     methods: TextTuple | None = None
     lengths: Counts | None = None
     seeds: Counts | None = None
+    evaluate_at: Counts | None = None
     evaluate: Mapping[str, str] = field(default_factory=dict)
     further: Mapping[str, OptimizationSettings] = field(default_factory=dict)
     pretrained: str | None = None

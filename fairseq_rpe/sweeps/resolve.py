@@ -47,6 +47,7 @@ class Sweep:
         evaluate: further texts of the evaluation, by name.
         prepared: names of the texts in ``evaluate`` that ``prepare-corpus`` makes.
         questions: folders to fine-tune and evaluate on, by name.
+        evaluate_at: numbers of updates after which the models are evaluated, too; ascending.
     """
 
     out: Path
@@ -68,6 +69,7 @@ class Sweep:
     evaluate: Mapping[str, Path] = field(default_factory=dict)
     prepared: frozenset[str] = frozenset()
     questions: Mapping[str, QuestionFolder] = field(default_factory=dict)
+    evaluate_at: tuple[int, ...] = ()
 
     @property
     def trained(self) -> tuple[Method, ...]:
@@ -120,6 +122,7 @@ class _Draft:
     seeds: tuple[int, ...] | None
     out: Path | None
     evaluate: dict[str, Path]
+    evaluate_at: tuple[int, ...] | None
     methods: list[Method] = field(default_factory=list)
     recipe: Recipe | None = None
     preset: Preset | None = None
@@ -144,6 +147,7 @@ def build_sweep(
     seeds: tuple[int, ...] | None,
     jobs: int | None,
     eval_data: Sequence[tuple[str, Path]] = (),
+    evaluate_at: tuple[int, ...] | None = None,
 ) -> Sweep:
     """Resolve the options of ``fairseq-rpe sweep``; a recipe fills those that are ``None``.
 
@@ -162,6 +166,7 @@ def build_sweep(
         seeds: seeds with which each method is trained; 1 alone if None.
         jobs: concurrent runs on this machine.
         eval_data: names and folders of further texts; in a recipe of kind ``answers``, of questions.
+        evaluate_at: numbers of updates after which the models are evaluated, too.
 
     Returns:
         The sweep with every option resolved; its folders are not read.
@@ -172,7 +177,7 @@ def build_sweep(
     if (recipe is None) == (encodings is None):
         raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')
     kind = recipe_kind("algorithms" if algorithms is not None else "text")
-    draft = _Draft(kind, max_tokens, base, data, algorithms, lengths, seeds, out, _by_name(eval_data))
+    draft = _Draft(kind, max_tokens, base, data, algorithms, lengths, seeds, out, _by_name(eval_data), evaluate_at)
     if recipe is not None:
         _apply_recipe(draft, recipe, preset or _DEFAULT_PRESET, methods)
     elif methods is not None:
@@ -215,6 +220,7 @@ def build_sweep(
         evaluate=draft.evaluate,
         prepared=frozenset(name for name, path in draft.evaluate.items() if _is_prepared(draft.preset, name, path)),
         questions=draft.questions,
+        evaluate_at=tuple(sorted(draft.evaluate_at or ())),
     )
 
 
@@ -232,6 +238,7 @@ def _apply_recipe(draft: _Draft, recipe_name: str, preset_name: str, method_name
     selected = recipe.select_methods(method_names if method_names is not None else preset.methods or ("all",))
     _apply_data(draft, recipe, preset)
     draft.lengths, draft.seeds = draft.lengths or preset.lengths, draft.seeds or preset.seeds
+    draft.evaluate_at = draft.evaluate_at or preset.evaluate_at
     draft.out = draft.out or Path("runs") / f"{recipe.name}-{preset_name}"
     draft.base_config = preset.fill_config(draft.base_config)
     train_tokens = (
@@ -276,6 +283,13 @@ def _check_draft(draft: _Draft) -> None:
         raise UserError("--lengths is missing: name the lengths to evaluate in tokens, e.g. 512,1024")
     if draft.evaluate and draft.algorithms is not None:
         raise UserError("--eval-data is for text: drop it, a generated task is evaluated on itself")
+    if draft.evaluate_at:
+        if draft.kind.name != "text":
+            raise UserError("--evaluate-at is about perplexities: drop it, or compare the encodings on a text")
+        if continued := next((method for method in draft.methods if method.continues), None):
+            raise UserError(
+                f"--evaluate-at is for methods that continue no other: drop it, or leave out '{continued.name}'"
+            )
 
 
 def _by_name(eval_data: Sequence[tuple[str, Path]]) -> dict[str, Path]:

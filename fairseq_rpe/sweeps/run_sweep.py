@@ -150,6 +150,7 @@ def merged_record(sweep: Sweep, inputs: Inputs, runs: list[SweepRun]) -> SweepRe
         commands=old.commands,
         data=str(sweep.data) if sweep.data is not None else None,
         algorithms=_union(old.algorithms, sweep.algorithms),
+        evaluate_at=tuple(sorted({*old.evaluate_at, *sweep.evaluate_at})),
     )
 
 

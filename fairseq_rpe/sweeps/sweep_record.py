@@ -260,6 +260,7 @@ class SweepRecord:
         questions: folders that a sweep over questions fine-tunes and evaluates on, by name.
         fine_tuning: settings of the fine-tuning.
         question_config: how questions are answered.
+        evaluate_at: numbers of updates after which the models are evaluated, besides the end of the training.
     """
 
     settings: SweepSettings
@@ -278,6 +279,7 @@ class SweepRecord:
     questions: Mapping[str, EvaluationQuestions] = field(default_factory=dict)
     fine_tuning: SweepSettings | None = None
     question_config: QuestionConfig | None = None
+    evaluate_at: tuple[Count, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -342,5 +344,5 @@ class SweepFolder:
         table["methods"] = {name: method.to_dict() for name, method in record.methods.items()}
         table["published"] = record.published.to_dict() if record.published else None
         table["fine_tuning"] = record.fine_tuning.to_dict() if record.fine_tuning else None
-        optional = ("data", "algorithms", "evaluate", "questions", "fine_tuning", "question_config")
+        optional = ("data", "algorithms", "evaluate", "questions", "fine_tuning", "question_config", "evaluate_at")
         write_json(self.record_path, {k: v for k, v in table.items() if v or k not in optional})

@@ -40,6 +40,7 @@ def values_of(hint: object) -> st.SearchStrategy:
 def configs() -> st.SearchStrategy[TrainingConfig]:
     hints = typing.get_type_hints(TrainingConfig, include_extras=True)
     values = {name: values_of(hint) for name, hint in hints.items() if name != "extra"}
+    values["keep_at"] = st.none() | st.just((2, 5))
     values["master"] = st.none() | st.just("host:29500")
     return st.builds(TrainingConfig, **values, extra=st.sampled_from([(), ("--fp16-scale-window", "3")]))
 

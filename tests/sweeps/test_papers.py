@@ -26,7 +26,7 @@ LOADED = {name: recipes.load(name) for name in BUILT_IN}
 DRAWN = ["fire-lm-512", "fire-lm-large", "fire-lm-transfer"]  # their papers have figures, and no numbers
 WARPED = ["warping-algorithmic", "warping-lm"]
 EXTEND = [name for name in BUILT_IN if name.partition("-")[0] == "extend"]  # their papers stretch LLaMA
-OWN = ["hybrids", "hybrids-passkey", "passkey", "retrieval", "survey-encodings"]  # at settings of this project
+OWN = ["hybrids", "hybrids-passkey", "passkey", "retrieval", "ruler", "survey-encodings"]  # at settings of this project
 UNPRINTED = ["warping-copy", *EXTEND, *OWN]  # a figure, of which no values are printed; or none of such models
 # a large model on several corpora, or tables of corpora and lengths, which no small corpus can show
 PAPER_ONLY = ["fire-lm-transfer", *(name for name in BUILT_IN if name.startswith("survey-") and name not in OWN)]
@@ -72,6 +72,7 @@ PAPERS = {
     "extrapolation-wikitext103": {**EXTRAPOLATION, "prepare": "wikitext103", "arch": "wiki103"},
     "extrapolation-books": {**EXTRAPOLATION, "prepare": "books", "arch": "base"},
     "extrapolation-github": {**EXTRAPOLATION, "prepare": "github", "arch": "base"},
+    "training-axis": {**EXTRAPOLATION, "prepare": "github", "arch": "base"},
     "extrapolation-wikibook": {**EXTRAPOLATION, "prepare": "wikibook", "arch": "base"},
     "fire-lm": FIRE,
     "fire-lm-shared": {**FIRE, "rpe_share": "model"},
@@ -162,7 +163,7 @@ def test_published_values_are_of_methods(name):
 
 
 def test_every_recipe_is_in_the_table():
-    assert set(PAPERS) == set(RECIPES) and sum("desktop" in LOADED[name].presets for name in RECIPES) == 4
+    assert set(PAPERS) == set(RECIPES) and sum("desktop" in LOADED[name].presets for name in RECIPES) == 5
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -259,7 +260,10 @@ def test_scales_resolve(name, scale, tmp_path, monkeypatch):
         line for line in evaluations if "--positions-eval" in line and flag(line, "--positions-eval") == "interpolate"
     ]
     assert len(squeezed) == texts * sum(m.positions_eval == "interpolate" for m in methods)
-    assert len(evaluations) == texts * len(methods) and (name not in WARPED or len(trainings) < len(evaluations))
+    checkpoints = len({settings.updates, *(settings.evaluate_at or ())})
+    assert len(evaluations) == texts * len(methods) * checkpoints and (
+        name not in WARPED or len(trainings) < len(evaluations)
+    )
     for command in evaluations if recipe.kind == "text" else ():
         reach = 2 * settings.tokens if "randomized:times=2,per=row" in command else max(settings.lengths)
         assert parse(command).lengths == tuple(n for n in sorted({settings.tokens, *settings.lengths}) if n <= reach)

@@ -9,10 +9,12 @@ from matplotlib.figure import Figure
 
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.figures import sweep_curves
+from fairseq_rpe.reports.chapters import training_axis
 from fairseq_rpe.reports.chapters.training import TrainedRun, own_settings
 from fairseq_rpe.reports.extrapolation_definition import unused_context_reasons
 from fairseq_rpe.reports.page import Block, Part, Picture, ReportContent, Text, markdown, svg_picture
 from fairseq_rpe.reports.sweep_results import Perplexities
+from fairseq_rpe.reports.training_axis import FIGURE_NAME
 from fairseq_rpe.sweeps.sweep_record import Method, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, lowest, number_cell, text_cell
 
@@ -63,15 +65,17 @@ def build_content(
         published: blocks of the comparison with published results; empty without any.
 
     Returns:
-        The chapters; ``other_figures`` has the figure of each further text by its name.
+        The chapters; ``other_figures`` has the figure of each further text by its name, and that along the training.
     """
     notes = _continued_training(models, perplexities)
     main = _over_length(models, perplexities)
+    axis = training_axis.training_axis_blocks(perplexities)
     texts = {name: _over_length(models, results, name) for name, results in perplexities.other_texts.items()}
     over_length = [main.table, *notes, main.picture, *_mean_over_lengths(perplexities)]
     # the Markdown has the first and the last block of the comparison: the warning and the published values
     published_values = [published[0], published[-1]] if published else []
-    summary = [*notes, *(text.table for text in texts.values()), *theory, *published_values]
+    along_training = [axis.table] if axis else []
+    summary = [*notes, *along_training, *(text.table for text in texts.values()), *theory, *published_values]
     return ReportContent(
         lead=_lead(models, perplexities),
         parts=[
@@ -80,6 +84,7 @@ def build_content(
                 Part(f"perplexity-{name}", f"Perplexity on {name}", [text.table, text.picture])
                 for name, text in texts.items()
             ),
+            Part("training-axis", "Perplexity along the training", [axis.picture, axis.table] if axis else []),
             Part("published", "Comparison with published values", published),
             Part("positions", "Loss by position", _loss_by_position(perplexities)),
             Part("verdict", "Does it extrapolate?", theory),
@@ -87,7 +92,8 @@ def build_content(
         build_measurements=partial(_measurements, perplexities),
         markdown=main.table.to_markdown() + markdown(summary),
         figure=main.figure,
-        other_figures={name: text.figure for name, text in texts.items()},
+        other_figures={name: text.figure for name, text in texts.items()}
+        | ({FIGURE_NAME: axis.figure} if axis else {}),
     )
 
 
