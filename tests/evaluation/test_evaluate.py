@@ -152,6 +152,7 @@ def test_a_row_says_what_was_measured(state, text, tmp_path):
     [row] = rows_of("eval", checkpoint_with(state, tmp_path), text, "--lengths", 37)
     keys = ["encoding", "checkpoint", "data", "split", "rpe", "positions", "length", "tokens", "loss_base2", "ppl"]
     keys += ["seconds", "engine", "peak_mb", "positions_loss", "unigram_ppl", "train_length", "context"]
+    keys += ["updates", "tokens_trained"]
     assert list(row) == keys
     assert row["unigram_ppl"] == pytest.approx(unigram, rel=1e-9)
     assert (row["train_length"], row["tokens"], row["context"]) == (TRAINED, total, "across documents")
