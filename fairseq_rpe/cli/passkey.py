@@ -64,12 +64,15 @@ def run(args: argparse.Namespace) -> None:
 
     from fairseq_rpe.evaluation.checkpoint_defaults import with_checkpoint_rotation
     from fairseq_rpe.evaluation.passkey import PasskeyRequest, measure_passkeys
+    from fairseq_rpe.utils.progress import Progress
 
     request = with_checkpoint_rotation(from_attributes(PasskeyRequest, args))
     results = []
-    for result in measure_passkeys(request, args.out / _RESULTS):
-        results.append(result)
-        print(f"length {result.length}, depth {result.depth:g}: {result.right} of {result.examples}", flush=True)
+    cells = len(request.lengths) * request.depths
+    with Progress("pass keys", "examples", cells * request.examples, ends=True) as bar:
+        for result in measure_passkeys(request, args.out / _RESULTS, bar):
+            results.append(result)
+            bar.write(f"length {result.length}, depth {result.depth:g}: {result.right} of {result.examples}")
     _write_outputs(results, args.out, args.figure_width)
 
 

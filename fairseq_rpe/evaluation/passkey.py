@@ -157,12 +157,13 @@ def make_prompts(encode: Callable[[str], Sequence[int]], filler: Path | None, le
     return prompts
 
 
-def measure_passkeys(request: PasskeyRequest, out: Path | None = None) -> Iterator[PasskeyResult]:
+def measure_passkeys(request: PasskeyRequest, out: Path, bar: Progress) -> Iterator[PasskeyResult]:
     """Yield the cells of the heat map, by length and then by depth; each is stored as soon as it is measured.
 
     Args:
         request: model, lengths and depths.
         out: JSON-lines file of results; cells in it are not measured again.
+        bar: shows the number of examples.
 
     Raises:
         UserError: as :func:`load_prompts`; or the model cannot decode token by token; or ``out`` cannot be written.
@@ -184,10 +185,9 @@ def measure_passkeys(request: PasskeyRequest, out: Path | None = None) -> Iterat
         model = generator.load_model()
         return lambda key: _measure(model, generator, prompts, key, bar)
 
-    with Progress("pass keys", "examples", len(keys) * request.examples, ends=True) as bar:
-        for result in resume_results(PasskeyResult, out, keys, make_evaluator):
-            yield result
-            bar.update_to(request.examples * (keys.index(result.key) + 1))
+    for result in resume_results(PasskeyResult, out, keys, make_evaluator):
+        yield result
+        bar.update_to(request.examples * (keys.index(result.key) + 1))
 
 
 def _measure(
