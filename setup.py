@@ -14,7 +14,7 @@ SLURM = ["submitit>=1.5"]
 # differential equations, which some encodings are made of
 ODE = ["torchdiffeq>=0.2.4"]
 # metrics of answers to questions about texts
-ANSWERS = ["rouge-score>=0.1.2", "scikit-learn>=1.5", "scipy>=1.14"]
+ANSWERS = ["rouge-score>=0.1.2", "scikit-learn>=1.5"]
 # wheels for Linux on x86-64, Python 3.11 and 3.12; without it: encodings, attention, analysis, figures and corpora,
 # but no models, training or evaluation
 FAIRSEQ = ["ve-fairseq==0.12.3"]
@@ -60,6 +60,7 @@ setup(
     install_requires=[
         "torch>=2.8",
         "numpy>=2.0,<3",
+        "scipy>=1.14",
         "regex>=2023.12.25",
         "sentencepiece>=0.2",
         "tensorboard>=2.15",

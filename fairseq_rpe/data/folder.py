@@ -1,5 +1,6 @@
 """Data folders: fairseq's dictionary, memory-mapped splits, and the manifest ``corpus.json`` of how they were made."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -230,6 +231,17 @@ def check_documents(folder: Path, *splits: str) -> None:
         if (not manifest or options.get("rows_are_lines")) and len(document_ends(folder, split)) < 2:
             why = "its rows are lines of one document" if manifest else "no blank line separates two of them"
             raise UserError(f"{folder}/{split} has no document boundaries ({why}): use --blocks stream")
+
+
+def document_ends_if_recorded(folder: Path, split: str) -> np.ndarray | None:
+    """Return the ends of the documents of a split, or None if it has no document boundaries.
+
+    See :func:`document_ends` for the array, and :func:`check_documents` for the splits without boundaries.
+    """
+    with contextlib.suppress(UserError):
+        check_documents(folder, split)
+        return document_ends(folder, split)
+    return None
 
 
 def longest_document(folder: Path, split: str) -> int:

@@ -4,7 +4,6 @@ A model that uses text at distance d predicts tokens better whose last occurrenc
 needs no second model, in contrast to key tokens (:mod:`fairseq_rpe.evaluation.key_tokens`).
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.checkpoint_defaults import default_lengths
 from fairseq_rpe.evaluation.loading import LabelledCheckpoint, load_model, one_line_errors, read_stream
 from fairseq_rpe.evaluation.losses_by_token import block_begins, block_ends, block_windows, losses_by_token
 from fairseq_rpe.evaluation.records import BATCH_TOKENS, Blocks, EvalOverrides, Result, TextRequest, resume_results
+from fairseq_rpe.evaluation.statistics import clustered_mean
 from fairseq_rpe.figures.context_use import LossAtDistance
 from fairseq_rpe.utils.records import Count, Loss, NonNegative, from_attributes
 from fairseq_rpe.utils.table import Cell, Table, TableRow, number_cell
@@ -142,8 +141,8 @@ def last_occurrence_distances(stream: np.ndarray, first: np.ndarray) -> np.ndarr
 def losses_by_distance(losses: np.ndarray, distances: np.ndarray, clusters: np.ndarray) -> tuple[DistanceBucket, ...]:
     """Return the mean loss at distances 1, 2 to 3, 4 to 7 and so on, and of new tokens, without empty buckets.
 
-    The standard error of a mean of n tokens is clustered: with the sum s_c of the losses of the n_c tokens in cluster c
-    and mean m, it is sqrt(Σ_c (s_c - n_c·m)²) / n · sqrt(G / (G - 1)), where G clusters have such tokens.
+    The standard error of a mean is that of :func:`~fairseq_rpe.evaluation.statistics.clustered_mean` over the clusters
+    that have such tokens.
 
     Args:
         losses: (T,) losses in nats.
@@ -157,12 +156,16 @@ def losses_by_distance(losses: np.ndarray, distances: np.ndarray, clusters: np.n
     numbers = np.unique(bucket_numbers).tolist()
     for number in [*filter(None, numbers), *(number for number in numbers if not number)]:
         in_bucket = bucket_numbers == number
-        n, mean = int(in_bucket.sum()), float(bits[in_bucket].mean())
-        deviations = np.bincount(clusters[in_bucket], bits[in_bucket] - mean)  # (clusters,): s_c - n_c·m
-        count = len(np.unique(clusters[in_bucket]))
-        error = None if count < 2 else math.sqrt(float((deviations**2).sum()) * count / (count - 1)) / n
-        distance = 2 ** (number - 1) if number else None
-        buckets.append(DistanceBucket(distance=distance, tokens=n, loss_base2=mean, standard_error=error))
+        counts = np.bincount(clusters[in_bucket])  # (clusters,)
+        estimate = clustered_mean(np.bincount(clusters[in_bucket], bits[in_bucket]), counts)
+        buckets.append(
+            DistanceBucket(
+                distance=2 ** (number - 1) if number else None,
+                tokens=int(counts.sum()),
+                loss_base2=estimate.mean,
+                standard_error=estimate.standard_error,
+            )
+        )
     return tuple(buckets)
 
 
@@ -201,7 +204,7 @@ def _make_evaluator(
     model, task = load_model(subject.path, request, request.data)
     tokens = corpus.count_tokens(request.data, request.split)
     stream = read_stream(request.data, request.split, task.source_dictionary, tokens)
-    document_ends = _document_ends(request.data, request.split)
+    document_ends = corpus.document_ends_if_recorded(request.data, request.split)
 
     def evaluate(key: ContextUseKey) -> ContextUseResult:
         start = time.monotonic()
@@ -227,14 +230,6 @@ def _make_evaluator(
         )
 
     return evaluate
-
-
-def _document_ends(data: Path, split: str) -> np.ndarray | None:
-    """Return the ends of the documents of a split, or None if they are not known."""
-    with contextlib.suppress(UserError):
-        corpus.check_documents(data, split)
-        return corpus.document_ends(data, split)
-    return None
 
 
 def csv_rows(results: Sequence[ContextUseResult]) -> list[tuple[object, ...]]:

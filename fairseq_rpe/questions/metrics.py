@@ -329,7 +329,6 @@ _NUMBER_METRICS = ("pearson", "spearman")
 _PACKAGES = {
     **dict.fromkeys(("rouge1", "rouge2", "rougeL", "rgm"), "rouge_score"),
     **dict.fromkeys(_CLASS_METRICS, "sklearn"),
-    **dict.fromkeys(_NUMBER_METRICS, "scipy"),
 }
 _PYPI_NAMES = {"rouge_score": "rouge-score", "sklearn": "scikit-learn"}
 

@@ -11,9 +11,10 @@ from package_imports import ALLOWED_IMPORTS, FAIRSEQ, GLUE, SCIENCE, PackageImpo
 IMPORTS = PackageImports(PACKAGE)
 # Inside functions: packages that not everybody has, and those that read their surroundings when they are imported.
 OPTIONAL = {"huggingface_hub", "pyarrow", "submitit", "tokenizers", "triton", "pooch", "torchdiffeq", "rouge_score"}
-OPTIONAL |= {"datasets", "lm_eval", "sklearn", "scipy"}
+OPTIONAL |= {"datasets", "lm_eval", "sklearn"}
 # Inside functions as well, because they are slow to import and most calls of their files do without them.
 SLOW = {"matplotlib", "tensorboard", "torch", "numpy", "sentencepiece", "mpmath", "sympy", "flint", "tqdm", "jinja2"}
+SLOW |= {"scipy"}
 FAIRSEQS = {"fairseq", "fairseq_cli"}
 LOADED_BY_NAME = ("cli.", "kinds.")  # a command, or a kind of sweep
 
