@@ -48,6 +48,7 @@ GOOD = {
     "bias": "bias alibi",
     "list": "list",
     "report": "report {zoo}/sweep",
+    "compare": "compare {zoo}/sweep/runs/alibi-seed1 {zoo}/sweep/runs/alibi-seed1",
     "figures": "figures alibi",
     "drawn": "figures --checkpoint {good}",
     "sensitivity": "sensitivity",
@@ -112,7 +113,7 @@ def write_sweeps(zoo: Path) -> None:
 
 CASES = r"""
 # Paths that cannot be written; of every kind in tests/cli/test_failures.py
-+eval|report|fire-fit|key-tokens --out {zoo}/folder  -> --out folder is a folder: name a file
++eval|report|compare|fire-fit|key-tokens --out {zoo}/folder  -> --out folder is a folder: name a file
 +eval --log {zoo}/folder  -> --log folder is a folder: name a file
 +formula --csv {zoo}/folder  -> --csv folder is a folder: name a file
 +fire-fit --figure {zoo}/folder  -> --figure folder is a folder: name a file
@@ -225,11 +226,18 @@ verdict --formula ''  -> the formula is empty: give an expression in n, for exam
 verdict --formula 'x*n'  -> unknown name 'x' in the formula (the distance is called n); known: n
 verdict --formula '__import__("os").system("true")'  -> '__import__("os").system("true")' cannot stand in a formula
 +bias --heads 3 --width 128  -> 3 heads do not divide a model width of 128: choose another number of
-# report, figures
+# report, compare, figures
 report {zoo}/absent  -> absent holds no sweep.json: name the --out folder of a sweep
 figures --sweep {zoo}/absent  -> absent holds no sweep.json: name the --out folder of a sweep
 report {long}  -> too long a name
 report {zoo}/sweep_empty  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
+compare {zoo}/absent {zoo}/sweep  -> absent does not exist: name a run folder or a results file
+compare {zoo}/sweep {zoo}/sweep  -> sweep is the folder of a sweep: name one of its runs
+compare {zoo}/folder {zoo}/sweep  -> folder has no eval.jsonl: name the results file of eval
+compare {zoo}/text {zoo}/text  -> text line 1 is not a JSON object
+compare {zoo}/pipe.jsonl {zoo}/text  -> pipe.jsonl
+compare {zoo}/bad_row.jsonl {zoo}/bad_row.jsonl  -> bad_row.jsonl has no perplexities, accuracies or scores
++compare  -> alibi-seed1: the result at 64 tokens lacks the losses of segments: evaluate the model again
 report {zoo}/sweep_nan  -> sweep_nan/runs/alibi-seed1/eval.jsonl line 2: ppl of the result must be
 +figures --length 100000000  -> --length 100000000 is out of range: choose 2 to 16384
 +drawn --query 99999999  -> --query 99999999 is out of range: choose positions with --query

@@ -42,13 +42,38 @@ def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
     >>> deviation({64: 50.0, 128: 49.0, 256: 51.0}, 64)
     Deviation(largest=0.02, worst=0.02, end=0.02)
     """
+    by_length = deviations_by_length(ppl, trained_at)
+    return by_length[max(by_length)]
+
+
+def deviations_by_length(ppl: Mapping[int, float], trained_at: int) -> dict[int, Deviation]:
+    """Return how perplexity changes beyond the training length m up to each evaluated length.
+
+    Args:
+        ppl: perplexity by evaluation length in tokens.
+        trained_at: training length m in tokens.
+
+    Returns:
+        For each evaluated length n > m, ascending, the deviations at the lengths up to n.
+
+    Raises:
+        UserError: there is no perplexity at the training length, or none beyond it.
+
+    >>> deviations_by_length({64: 50.0, 128: 51.0, 256: 45.0}, 64)[256]
+    Deviation(largest=0.1, worst=0.02, end=-0.1)
+    """
     if trained_at not in ppl:
         raise UserError(f"no perplexity at the training length of {trained_at} tokens: evaluate there too")
     reference = ppl[trained_at]
-    deviations = {n: (value - reference) / reference for n, value in ppl.items() if n > trained_at}
-    if not deviations:
+    by_length: dict[int, Deviation] = {}
+    largest = worst = 0.0
+    for length in sorted(n for n in ppl if n > trained_at):
+        end = (ppl[length] - reference) / reference
+        largest, worst = max(largest, abs(end)), max(worst, end)
+        by_length[length] = Deviation(largest, worst, end)
+    if not by_length:
         raise UserError(f"no perplexity beyond the training length of {trained_at} tokens: evaluate at longer ones")
-    return Deviation(max(map(abs, deviations.values())), max(0.0, *deviations.values()), deviations[max(deviations)])
+    return by_length
 
 
 def mean_deviation(seeds: Sequence[Deviation]) -> Deviation:

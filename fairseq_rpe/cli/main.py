@@ -93,6 +93,7 @@ COMMANDS = {
     "fire-fit": Command(_THEORY, "fire_fit", "construct the FIRE parameters that reproduce another bias"),
     "sensitivity": Command(_THEORY, "sensitivity", "reproduce the sensitivity analysis of index warping"),
     "figures": Command(_FIGURES, "figures", "draw heat maps, bias curves and receptive fields of encodings"),
+    "compare": Command(_FIGURES, "compare", "decide from results whether one of two models is better, with p-values"),
     "report": Command(_FIGURES, "report", "write the tables, figures and HTML page of sweeps"),
     "bench": Command(_MACHINE, "bench", "time attention or whole models with each encoding and backend"),
     "selftest": Command(_MACHINE, "selftest", "check every encoding and backend against float64"),

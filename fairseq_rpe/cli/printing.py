@@ -8,6 +8,9 @@ from typing import Any
 
 from fairseq_rpe.utils.table import format_number
 
+# Long text for comparisons by programs: in the files of results, not in printed lines.
+_UNPRINTED = ("segments",)
+
 
 @dataclass(frozen=True)
 class Column:
@@ -40,7 +43,7 @@ class ResultPrinter:
 
     Args:
         columns: columns of the table.
-        as_json: print complete records as JSON lines instead.
+        as_json: print records as JSON lines instead, without the losses by segment.
         print_line: prints a line; None: ``print``.
     """
 
@@ -54,7 +57,8 @@ class ResultPrinter:
     def add(self, result: Any) -> None:
         """Print one result."""
         if self.as_json:
-            self._print_line(json.dumps(result.to_json()))
+            values = result.to_json()
+            self._print_line(json.dumps({key: values[key] for key in values if key not in _UNPRINTED}))
             return
         if not self._has_head:
             self._has_head = True

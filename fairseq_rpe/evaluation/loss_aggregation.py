@@ -8,12 +8,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import Units
 from fairseq_rpe.evaluation.records import Buckets, TextKey, TextResult
+from fairseq_rpe.evaluation.segment_losses import SegmentLosses, segment_ends
 
 MAX_BITS = sys.float_info.max_exp  # 1024: 2 ** bits overflows a float from this number of bits per token on
 
@@ -55,10 +57,62 @@ def check_all_scored(result: TextResult, tokens: int) -> None:
         UserError: another number was scored.
     """
     if result.tokens != tokens:
-        raise UserError(
-            f"length {result.length}: {result.tokens} of {tokens} tokens were scored, so the result is not stored: "
-            "use a length that the model accepts and data without padding"
-        )
+        raise _not_all_scored_error(result.length, result.tokens, tokens)
+
+
+def _not_all_scored_error(length: int, scored: int, tokens: int) -> UserError:
+    return UserError(
+        f"length {length}: {scored} of {tokens} tokens were scored, so the result is not stored: "
+        "use a length that the model accepts and data without padding"
+    )
+
+
+class SegmentSums:
+    """Sums of the losses over segments of a split, see :class:`~fairseq_rpe.evaluation.segment_losses.SegmentLosses`.
+
+    Args:
+        tokens: number of tokens of the split.
+        document_ends: (documents,) int64 ends of its documents, or None if it has no document boundaries.
+        device: device of the losses.
+    """
+
+    def __init__(self, tokens: int, document_ends: np.ndarray | None, device: torch.device) -> None:
+        self._ends, self._starts = segment_ends(tokens, document_ends)
+        self._ends_on_device = torch.from_numpy(self._ends).to(device)
+        self._nats = torch.zeros(len(self._ends), dtype=torch.float64, device=device)
+        self._count = torch.zeros(len(self._ends), dtype=torch.int64, device=device)
+
+    def add(self, begins: Tensor, losses: Tensor, is_target: Tensor) -> None:
+        """Add the losses of a batch.
+
+        Args:
+            begins: (B,) int64, index in the split of the first target of each row.
+            losses: (B, n) losses in nats; 0 at padding, which is at the end of rows.
+            is_target: (B, n) bool, False at padding.
+        """
+        device = losses.device
+        indices = begins.to(device)[:, None] + torch.arange(losses.shape[1], device=device)  # (B, n)
+        segments = torch.searchsorted(self._ends_on_device, indices, right=True)  # (B, n)
+        segments = segments.clamp_(max=len(self._ends) - 1).flatten()  # padding may be behind the end of the split
+        self._nats.index_add_(0, segments, losses.flatten().double())
+        self._count.index_add_(0, segments, is_target.to(device).flatten().long())
+
+    def pack(self, length: int, draws: int) -> SegmentLosses:
+        """Return the mean sums of several passes over the split.
+
+        Args:
+            length: tokens of a block, for error messages.
+            draws: number of passes.
+
+        Raises:
+            UserError: a pass has not scored each token of the split once.
+        """
+        expected, count = np.diff(self._ends, prepend=0) * draws, self._count.cpu().numpy()
+        if wrong := int(np.abs(count - expected).sum()):
+            tokens = int(self._ends[-1])
+            raise _not_all_scored_error(length, tokens - -(-wrong // draws), tokens)
+        bits = self._nats.cpu().numpy() / (draws * math.log(2))
+        return SegmentLosses.pack(self._ends, self._starts, bits)
 
 
 def add_units(result: TextResult, units: Units | None) -> TextResult:

@@ -15,6 +15,7 @@ from fairseq_rpe import compat
 
 # isort: split
 
+import numpy as np
 import torch
 from fairseq import options
 from fairseq.data import MonolingualDataset, TokenBlockDataset, data_utils
@@ -33,7 +34,13 @@ from fairseq_rpe.evaluation.loading import (
     separates_documents,
     training_blocks,
 )
-from fairseq_rpe.evaluation.loss_aggregation import add_units, check_all_scored, peak_memory_mb, text_result
+from fairseq_rpe.evaluation.loss_aggregation import (
+    SegmentSums,
+    add_units,
+    check_all_scored,
+    peak_memory_mb,
+    text_result,
+)
 from fairseq_rpe.evaluation.records import BATCH_TOKENS, TextKey, TextRequest, TextResult, document_context
 from fairseq_rpe.modules.cross_entropy import target_losses
 from fairseq_rpe.runs import checkpoints
@@ -55,11 +62,13 @@ class TokenBatch(NamedTuple):
         inputs: (B, n) int64.
         targets: (B, n) int64.
         documents: (B, n) document index of each token, if positions restart with each document.
+        begins: (B,) int64, index in the split of the first target of each row; only :class:`SegmentSums` needs it.
     """
 
     inputs: Tensor
     targets: Tensor
     documents: Tensor | None = None
+    begins: Tensor | None = None
 
 
 def make_evaluator(request: TextRequest) -> Callable[[TextKey], TextResult]:
@@ -131,19 +140,22 @@ def _fast_engine(request: TextRequest, checkpoint: RpeCheckpoint) -> Engine:
     if request.attention_prune is not None:
         model.decoder.prune_attention(request.attention_prune)
     pad, tokens = task.source_dictionary.pad(), corpus.count_tokens(request.data, request.split)
+    document_ends = corpus.document_ends_if_recorded(request.data, request.split)
 
     def evaluate(key: TextKey, batch_tokens: int) -> TextResult:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
         sums = torch.zeros(key.length, dtype=torch.float64)
         count = torch.zeros(key.length, dtype=torch.int64)
+        segments = SegmentSums(tokens, document_ends, next(model.parameters()).device)
         with Progress(f"length {key.length}", "tokens", draws * tokens) as bar:
             for sample in range(draws):
                 transforms.sample = sample  # part of the seed of random positions
                 batches = make_batches(request, task, key.length, batch_tokens)
-                nats, count = losses_by_position(model, batches, key.length, pad, bar.update)
+                nats, count = losses_by_position(model, batches, key.length, pad, bar.update, segments)
                 sums += nats
-        return text_result(key, sums / draws, count)  # the count is the same in each draw
+        result = text_result(key, sums / draws, count)  # the count is the same in each draw
+        return replace(result, segments=segments.pack(key.length, draws))
 
     return evaluate
 
@@ -158,7 +170,7 @@ def make_batches(request: TextRequest, task: Any, length: int, batch_tokens: int
         batch_tokens: upper limit of the tokens in a batch.
 
     Yields:
-        The batches, with the document index of each token if documents are separate.
+        The batches, with the first target of each row, and the document index of each token if documents are separate.
     """
     dictionary, path = task.source_dictionary, str(request.data / request.split)
     if request.blocks == "document":
@@ -179,12 +191,19 @@ def make_batches(request: TextRequest, task: Any, length: int, batch_tokens: int
     lm_task = LanguageModelingTask(SimpleNamespace(add_bos_token=False), dictionary)
     for sample in lm_task.eval_lm_dataloader(examples, batch_tokens, request.batch_size, **serial):
         net_input = sample["net_input"]
-        yield TokenBatch(net_input["src_tokens"], sample["target"], net_input.get("documents"))
+        # (B,); the indices of the dataset are unsigned
+        begins = torch.from_numpy(blocks.slice_indices[sample["id"].numpy(), 0].astype(np.int64))
+        yield TokenBatch(net_input["src_tokens"], sample["target"], net_input.get("documents"), begins)
 
 
 @torch.no_grad()
 def losses_by_position(
-    model: Any, batches: Iterable[TokenBatch], length: int, pad: int, on_tokens: Callable[[int], Any]
+    model: Any,
+    batches: Iterable[TokenBatch],
+    length: int,
+    pad: int,
+    on_tokens: Callable[[int], Any],
+    segments: SegmentSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum the losses at each position of a block.
 
@@ -194,6 +213,7 @@ def losses_by_position(
         length: largest number of positions.
         pad: index of the padding symbol.
         on_tokens: called after each batch with its number of targets.
+        segments: sums by segment, to which the losses are added; the batches must have ``begins``.
 
     Returns:
         Sums of losses in nats, (length,) float64, and numbers of targets, (length,) int64.
@@ -201,7 +221,7 @@ def losses_by_position(
     device = next(model.parameters()).device
     nats = torch.zeros(length, dtype=torch.float64, device=device)
     count = torch.zeros(length, dtype=torch.int64)
-    for inputs, targets, documents in batches:
+    for inputs, targets, documents, begins in batches:
         not_pad = targets.ne(pad)
         inputs, targets = inputs.to(device), targets.to(device)
         losses = torch.zeros(targets.shape, device=device)
@@ -216,6 +236,9 @@ def losses_by_position(
         else:
             nats[: targets.shape[1]] += losses.double().sum(0)
             count[: targets.shape[1]] += not_pad.sum(0)
+        if segments is not None:
+            assert begins is not None  # make_batches yields them
+            segments.add(begins, losses, not_pad)
         on_tokens(int(not_pad.sum()))
     return nats.cpu(), count
 

@@ -16,6 +16,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.example_scores import unpack_hits
 from fairseq_rpe.evaluation.position_limits import is_random
+from fairseq_rpe.evaluation.segment_losses import SegmentLosses
 from fairseq_rpe.utils import files, json_files, output_checks, records
 from fairseq_rpe.utils.records import Count, Loss, Natural, Perplexity, Share, Unbounded, from_attributes
 
@@ -223,6 +224,7 @@ class TextResult(TextKey, Result):
         context: whether the context of a token may begin in an earlier document.
         updates: number of updates of the model's training, up to this checkpoint.
         tokens_trained: number of tokens of these updates.
+        segments: losses by segment of the text, to compare two models on the same text.
     """
 
     key_type = TextKey
@@ -240,6 +242,7 @@ class TextResult(TextKey, Result):
     context: Context | None = None
     updates: Count | None = None
     tokens_trained: Count | None = None
+    segments: SegmentLosses | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ class AlgorithmsReport(KindReport[Accuracies]):
     subject = "algorithmic tasks"
     measured = "exact-match accuracies"
     csv_name, figure_name = "accuracy", "accuracy"
+    extra_tables = ("effective_length.csv",)
 
     def load_results(self, folder: SweepFolder, record: SweepRecord) -> Accuracies:
         """Read the accuracies of the finished runs."""
@@ -50,23 +51,34 @@ class AlgorithmsReport(KindReport[Accuracies]):
     def content_builder(
         self, folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], results: Accuracies, delta: float
     ) -> tuple[Callable[[], ReportContent], dict[str, str]]:
-        """Return chapters on accuracies; there are no further tables."""
+        """Return chapters on accuracies, and the CSV file of effective lengths."""
+        from fairseq_rpe.reports import effective_length
+        from fairseq_rpe.reports.chapters import effective_length as length_chapter
         from fairseq_rpe.reports.chapters import exact_match
 
-        return partial(exact_match.build_content, folder, record, runs, results), {}
+        lengths = effective_length.accuracy_lengths(results)
+        blocks = length_chapter.score_blocks(lengths)
+        builder = partial(exact_match.build_content, folder, record, runs, results, blocks)
+        return builder, {effective_length.CSV_NAME: effective_length.lengths_csv(lengths)}
 
     def metric_tags(self, results: Accuracies) -> MetricTags:
-        """Return a metric for trained lengths, for longer ones, and for all."""
+        """Return a metric for trained lengths, for longer ones, and for all, and the effective lengths."""
+        from fairseq_rpe.reports import effective_length
+
         names = {f"exact/{items}": f"exact match (%), {items}" for items in ("trained", "beyond", "all")}
+        names |= effective_length.titles_by_tag(effective_length.accuracy_lengths(results))
         return MetricTags(names, "1_by_items/exact", "exact match in % over items (step = items)")
 
     def metrics_and_curve(
         self, results: Accuracies, method: str, task: str | None
     ) -> tuple[dict[str, float], dict[int, float]]:
-        """Return the accuracies of a run."""
+        """Return the accuracies and the effective lengths of a run."""
+        from fairseq_rpe.reports import effective_length
+
         assert task is not None
         means = results.mean_by_range(task, method)
         metrics = {f"exact/{items}": mean for items, mean in means.items() if mean is not None}
+        metrics |= effective_length.lengths_by_tag(effective_length.accuracy_lengths(results))
         return metrics, {items: values[0] for items, values in results.values_by_length(task, method).items()}
 
 

@@ -91,6 +91,7 @@ class AnswersReport(KindReport[Scores]):
     subject = "questions"
     measured = "scores of answers"
     csv_name, figure_name = "scores", "scores"
+    extra_tables = ("effective_length.csv",)
 
     def load_results(self, folder: SweepFolder, record: SweepRecord) -> Scores:
         """Read the scores of the finished runs."""
@@ -99,22 +100,33 @@ class AnswersReport(KindReport[Scores]):
     def content_builder(
         self, folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], results: Scores, delta: float
     ) -> tuple[Callable[[], ReportContent], dict[str, str]]:
-        """Return chapters on scores; there are no further tables."""
+        """Return chapters on scores, and the CSV file of effective lengths."""
+        from fairseq_rpe.reports import effective_length
+        from fairseq_rpe.reports.chapters import effective_length as length_chapter
         from fairseq_rpe.reports.chapters import question_answering
 
-        return partial(question_answering.build_content, folder, record, runs, results), {}
+        lengths = effective_length.score_lengths(results)
+        blocks = length_chapter.score_blocks(lengths)
+        builder = partial(question_answering.build_content, folder, record, runs, results, blocks)
+        return builder, {effective_length.CSV_NAME: effective_length.lengths_csv(lengths)}
 
     def metric_tags(self, results: Scores) -> MetricTags:
-        """Return a metric per length of the context."""
+        """Return a metric per length of the context, and the effective lengths."""
+        from fairseq_rpe.reports import effective_length
+
         names = {f"score_at/{n}": f"mean score (%) at {n} tokens" for n in results.lengths}
+        names |= effective_length.titles_by_tag(effective_length.score_lengths(results))
         return MetricTags(names, "1_by_length/score", "mean score in % over context length (step = tokens)")
 
     def metrics_and_curve(
         self, results: Scores, method: str, task: str | None
     ) -> tuple[dict[str, float], dict[int, float]]:
-        """Return the mean scores of a run."""
+        """Return the mean scores and the effective lengths of a run."""
+        from fairseq_rpe.reports import effective_length
+
         curve = {length: values[0] for length, values in results.set_means(method).items()}
-        return {f"score_at/{length}": value for length, value in curve.items()}, curve
+        lengths = effective_length.lengths_by_tag(effective_length.score_lengths(results))
+        return {f"score_at/{length}": value for length, value in curve.items()} | lengths, curve
 
 
 def _passes(keys: Sequence[QuestionKey], data: Path) -> list[ForwardPass]:

@@ -67,7 +67,7 @@ class TextReport(KindReport[Perplexities]):
     subject = "text"
     measured = "perplexities"
     csv_name, figure_name = "results", "ppl"
-    extra_tables = ("extrapolation.csv",)
+    extra_tables = ("extrapolation.csv", "effective_length.csv")
     has_definition = True
 
     def load_results(self, folder: SweepFolder, record: SweepRecord) -> Perplexities:
@@ -78,8 +78,9 @@ class TextReport(KindReport[Perplexities]):
     def content_builder(
         self, folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], results: Perplexities, delta: float
     ) -> tuple[Callable[[], ReportContent], dict[str, str]]:
-        """Return chapters on perplexities, and the verdicts on Definition 0.1 as ``extrapolation.csv``."""
-        from fairseq_rpe.reports import extrapolation_definition
+        """Return chapters on perplexities, and CSV files of the verdicts on Definition 0.1 and of effective lengths."""
+        from fairseq_rpe.reports import effective_length, extrapolation_definition
+        from fairseq_rpe.reports.chapters import effective_length as length_chapter
         from fairseq_rpe.reports.chapters import perplexities, published_comparison
 
         predictions = extrapolation_definition.predict_verdicts(folder, record)
@@ -87,12 +88,18 @@ class TextReport(KindReport[Perplexities]):
         theory = extrapolation_definition.definition_blocks(verdicts, results.train_length, delta)
         published = published_comparison.comparison_blocks(record, runs, results)
         models = perplexities.ComparedModels.from_sweep(record, runs)
-        builder = partial(perplexities.build_content, models, results, theory, published)
-        return builder, {"extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta)}
+        lengths = effective_length.perplexity_lengths(results, delta, models.methods)
+        length_blocks = length_chapter.perplexity_blocks(lengths)
+        builder = partial(perplexities.build_content, models, results, theory, published, length_blocks)
+        tables = {"extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta)}
+        return builder, {**tables, effective_length.CSV_NAME: effective_length.lengths_csv(lengths)}
 
     def metric_tags(self, results: Perplexities) -> MetricTags:
-        """Return a metric per length."""
+        """Return a metric per length, and the effective lengths."""
+        from fairseq_rpe.reports import effective_length
+
         names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in results.shown_lengths}
+        names |= effective_length.titles_by_tag(effective_length.perplexity_lengths(results))
         further = {"perplexity ratio along the training (step = tokens trained)": CURVE_TAG}
         title = "perplexity over evaluation length (step = tokens)"
         return MetricTags(names, "1_by_length/ppl", title, further if results.training_axis else {})
@@ -105,9 +112,12 @@ class TextReport(KindReport[Perplexities]):
     def metrics_and_curve(
         self, results: Perplexities, method: str, task: str | None
     ) -> tuple[dict[str, float], dict[int, float]]:
-        """Return the perplexities of a run."""
+        """Return the perplexities and the effective lengths of a run."""
+        from fairseq_rpe.reports import effective_length
+
         curve = {row.result.length: row.result.ppl for row in results.results}
-        return {f"ppl_at/{length}": ppl for length, ppl in curve.items()}, curve
+        lengths = effective_length.lengths_by_tag(effective_length.perplexity_lengths(results))
+        return {f"ppl_at/{length}": ppl for length, ppl in curve.items()} | lengths, curve
 
 
 def check_training_text(sweep: Sweep, train_tokens: int) -> None:

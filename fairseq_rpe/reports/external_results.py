@@ -10,7 +10,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.evaluation.records import TextResult
 from fairseq_rpe.figures import WIDTHS
-from fairseq_rpe.reports import extrapolation_definition, page
+from fairseq_rpe.reports import effective_length, extrapolation_definition, page
+from fairseq_rpe.reports.chapters import effective_length as length_chapter
 from fairseq_rpe.reports.chapters import perplexities, training
 from fairseq_rpe.reports.chapters.perplexities import ComparedModels
 from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, PredictedVerdict
@@ -37,7 +38,8 @@ def write_report(
 ) -> Section:
     """Write the tables, figures and HTML page for several models that were evaluated on one text.
 
-    The files are those of a sweep: results.csv, results.md, ppl.png, ppl.pdf, extrapolation.csv, report.html.
+    The files are those of a sweep: results.csv, results.md, ppl.png, ppl.pdf, extrapolation.csv, effective_length.csv,
+    report.html.
 
     Args:
         rows: results of each model by its name, in the order of the report.
@@ -134,7 +136,9 @@ def _write(
     files = ReportFiles(folder, "text")
     verdicts = extrapolation_definition.observe_verdicts(results, _predict_verdicts(models, encodings))
     theory = extrapolation_definition.definition_blocks(verdicts, train_length, delta)
-    build_content = partial(perplexities.build_content, models, results, theory)
+    lengths = effective_length.perplexity_lengths(results, delta, models.methods)
+    length_blocks = length_chapter.perplexity_blocks(lengths)
+    build_content = partial(perplexities.build_content, models, results, theory, lengths=length_blocks)
     content = build_content()
     measurements = page.measurements_part(len(results.results), content.build_measurements, files.csv.name)
     section = Section(
@@ -147,7 +151,10 @@ def _write(
     )
     with files.write_markdown_last(content.markdown):
         write_figures(files, content, build_content, width)
-        tables = {"extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta)}
+        tables = {
+            "extrapolation.csv": extrapolation_definition.verdict_csv(verdicts, delta),
+            effective_length.CSV_NAME: effective_length.lengths_csv(lengths),
+        }
         write_tables(files, content, results, tables, latex)
         page.write_page([section], files.page)
     return section

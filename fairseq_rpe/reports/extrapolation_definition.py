@@ -1,7 +1,7 @@
 """Definition 0.1 in a sweep: whether theory predicts that a method extrapolates, and whether it does."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict
@@ -20,14 +20,18 @@ from fairseq_rpe.core.spec import parse
 from fairseq_rpe.encodings import Encoding, names
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.records import TextResult
+from fairseq_rpe.reports import uncertainty
 from fairseq_rpe.reports.page import Block, Text
 from fairseq_rpe.reports.sweep_results import Perplexities, planned_runs
+from fairseq_rpe.reports.uncertainty import CSV_COLUMNS
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
-from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, csv_text, text_cell
+from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, csv_text, format_number, text_cell
 
 NONE = "none"  # a verdict: no prediction
 DELTA = 0.05  # default of δ
+# An observed verdict: δ is within the interval of the deviation. UNDECIDED is a verdict on a series instead.
+NOT_CERTAIN = "not certain"
 NO_CONTEXT_VERDICT = "No verdict, because the model does not use its context yet"
 _PAPER = "Exploring Transformer Extrapolation (arXiv 2307.10156)"
 _URL = "https://arxiv.org/abs/2307.10156"
@@ -59,6 +63,27 @@ class PredictedVerdict:
 
 
 @dataclass(frozen=True)
+class DeviationInterval:
+    """Bounds of the relative deviations of a method, mean over seeds, each from 95 % intervals.
+
+    The ratio of the perplexities at the lengths n and m is 2 ** (ℓ_n − ℓ_m), with the mean losses ℓ in bits of the same
+    tokens. Its interval follows from the differences of the losses of each cluster.
+
+    Attributes:
+        low: lower bounds: ``largest`` and ``worst`` are the largest lower bounds of |deviation| and max(0, deviation)
+            over all lengths, ``end`` is the lower bound of the signed deviation at the longest length.
+        high: upper bounds.
+        clusters: number of clusters.
+        unit: what a cluster is, in the plural, such as ``documents``.
+    """
+
+    low: Deviation
+    high: Deviation
+    clusters: int
+    unit: str
+
+
+@dataclass(frozen=True)
 class ObservedVerdict:
     """Predicted verdict and observed change of the perplexity of one method.
 
@@ -68,6 +93,7 @@ class ObservedVerdict:
         deviation: relative deviation of the perplexity, mean over seeds.
         seeds: deviation of each seed.
         no_verdict_reason: evidence that the model does not use its context yet; empty if it does.
+        interval: bounds of the deviation; None for results without losses by segment.
     """
 
     name: str
@@ -75,12 +101,35 @@ class ObservedVerdict:
     deviation: Deviation
     seeds: Sequence[Deviation] = ()
     no_verdict_reason: str = ""
+    interval: DeviationInterval | None = None
 
     def answers(self, delta: float) -> list[str]:
-        """Return ``yes``, ``no`` or ``no verdict`` on whether the method extrapolates: by the definition, one-sided."""
+        """Return whether the method extrapolates: by the definition, then one-sided.
+
+        Args:
+            delta: δ of the definition.
+
+        Returns:
+            Two answers: ``yes``, ``no``, ``NOT_CERTAIN`` or ``no verdict``.
+        """
         if self.no_verdict_reason:
             return ["no verdict"] * 2
-        return ["yes" if self.deviation.extrapolates(delta, one_sided) else "no" for one_sided in (False, True)]
+        return [self.answer(delta, one_sided) for one_sided in (False, True)]
+
+    def answer(self, delta: float, one_sided: bool) -> str:
+        """Return ``yes`` or ``no`` on whether the method extrapolates, or ``NOT_CERTAIN``.
+
+        With an interval, the answer is ``yes`` if the upper bounds of the deviations at all lengths are below δ, and
+        ``no`` if a lower bound is not. Without an interval, the deviation decides.
+
+        Args:
+            delta: δ of the definition.
+            one_sided: whether improvements do not count as deviations.
+        """
+        low, high = (self.deviation,) * 2 if self.interval is None else (self.interval.low, self.interval.high)
+        if high.extrapolates(delta, one_sided):
+            return "yes"
+        return NOT_CERTAIN if low.extrapolates(delta, one_sided) else "no"
 
 
 def predict_verdicts(folder: SweepFolder, record: SweepRecord) -> dict[str, PredictedVerdict]:
@@ -128,8 +177,52 @@ def observe_verdicts(perplexities: Perplexities, predictions: Mapping[str, Predi
         deviations = [deviation(curve, start) for curve in perplexities.seed_curves(name)]
         if name in predictions and deviations:
             reason = "; ".join(dict.fromkeys(unused_context_reasons(perplexities, name)))
-            verdicts.append(ObservedVerdict(name, predictions[name], mean_deviation(deviations), deviations, reason))
+            interval = _deviation_interval(perplexities.seed_results(name), start)
+            mean = mean_deviation(deviations)
+            verdicts.append(ObservedVerdict(name, predictions[name], mean, deviations, reason, interval))
     return verdicts
+
+
+def _deviation_interval(seeds: Sequence[Mapping[int, TextResult]], start: int) -> DeviationInterval | None:
+    """Return the bounds of the deviations from the perplexity at a training length, as mean over seeds.
+
+    Args:
+        seeds: results by length of each seed.
+        start: training length in tokens.
+
+    Returns:
+        The bounds; None if a result has no losses by segment, those of other tokens, or a single cluster.
+    """
+    lows, highs, changes = [], [], []
+    for results in seeds:
+        reference = uncertainty.text_losses(results[start])
+        bounds: dict[int, tuple[float, float]] = {}  # of (ppl_n − ppl_m) / ppl_m by length n
+        for length in (n for n in sorted(results) if n > start):
+            losses = uncertainty.text_losses(results[length])
+            if reference is None or losses is None or losses.identity != reference.identity or losses.clusters < 2:
+                return None
+            changes.append(losses.minus(reference))
+            ratio = results[length].ppl / results[start].ppl
+            low, high = uncertainty.perplexity_interval(ratio, changes[-1].estimate())
+            bounds[length] = low - 1, high - 1
+        lowest, highest = _deviation_bounds(bounds)
+        lows.append(lowest)
+        highs.append(highest)
+    low, high = mean_deviation(lows), mean_deviation(highs)
+    return DeviationInterval(low, high, changes[0].clusters, changes[0].unit)
+
+
+def _deviation_bounds(bounds: Mapping[int, tuple[float, float]]) -> tuple[Deviation, Deviation]:
+    """Return lower and upper bounds of the deviations from the bounds of the signed deviation at each length."""
+    lengths = bounds.values()
+    # |deviation| may be 0 if the interval of the deviation has 0 in it
+    least = [0.0 if low < 0 < high else min(abs(low), abs(high)) for low, high in lengths]
+    most = [max(abs(low), abs(high)) for low, high in lengths]
+    end_low, end_high = bounds[max(bounds)]
+    return (
+        Deviation(max(least), max(0.0, *(low for low, _ in lengths)), end_low),
+        Deviation(max(most), max(0.0, *(high for _, high in lengths)), end_high),
+    )
 
 
 def unused_context_reasons(perplexities: Perplexities, name: str) -> list[str]:
@@ -180,11 +273,25 @@ def definition_blocks(verdicts: Sequence[ObservedVerdict], train_length: int, de
     if not verdicts:
         return blocks
     by_definition, one_sided = (agreement_table(verdicts, delta, one_sided) for one_sided in (False, True))
-    blocks += [by_definition, Text(describe_agreement(verdicts, one_sided=False))]
-    agreement = describe_agreement(verdicts, one_sided=True)
+    blocks += [by_definition, Text(_agreement_text(verdicts, delta, one_sided=False))]
+    agreement = _agreement_text(verdicts, delta, one_sided=True)
     if one_sided.rows == by_definition.rows:
         return [*blocks, Text(f"The one-sided table is the same. {agreement}")]
     return [*blocks, one_sided, Text(agreement)]
+
+
+def _agreement_text(verdicts: Sequence[ObservedVerdict], delta: float, one_sided: bool) -> str:
+    """Return the sentences below a table of agreement: the methods that it leaves out, and :func:`describe_agreement`.
+
+    Args:
+        verdicts: verdicts of the methods that use their context.
+        delta: δ of the definition.
+        one_sided: whether improvements do not count as deviations.
+    """
+    left_out = [verdict.name for verdict in verdicts if verdict.answer(delta, one_sided) == NOT_CERTAIN]
+    names = f"Not certain, because δ is within the interval of the deviation: {', '.join(left_out)}. "
+    agreement = describe_agreement(verdicts, one_sided)
+    return f"{names if left_out else ''}{agreement}"
 
 
 def deviation_table(verdicts: Sequence[ObservedVerdict], delta: float) -> Table:
@@ -196,27 +303,38 @@ def deviation_table(verdicts: Sequence[ObservedVerdict], delta: float) -> Table:
         cells = [text_cell(observed.prediction)]
         for attribute, number_format in number_formats.items():
             seeds = [getattr(seed, attribute) for seed in observed.seeds]
-            cells.append(cell_with_range(getattr(observed.deviation, attribute), number_format, seeds))
+            cell = cell_with_range(getattr(observed.deviation, attribute), number_format, seeds)
+            if observed.interval is not None:
+                bounds = [getattr(bound, attribute) for bound in (observed.interval.low, observed.interval.high)]
+                low, high = (format_number(bound, number_format) for bound in bounds)
+                cell = replace(cell, text=f"{cell.text} [{low} to {high}]")
+            cells.append(cell)
         rows.append(TableRow(observed.name, [*cells, *map(Cell, observed.answers(delta))]))
     caption = "Relative deviation from the perplexity at the training length, and verdict on the series."
     if any(len(observed.seeds) > 1 for observed in verdicts):
         caption += " Means over seeds; in brackets, the range over seeds."
+    intervals = [observed.interval for observed in verdicts if observed.interval is not None]
+    if clusters := sorted({f"{interval.clusters:,} {interval.unit}" for interval in intervals}):
+        caption += (
+            f" In square brackets, the 95 % interval ({' or '.join(clusters)}, paired over lengths). A method "
+            f"extrapolates if its interval ends below δ; if δ is within the interval, the verdict is {NOT_CERTAIN}."
+        )
     return Table(caption, head, rows)
 
 
 def agreement_table(verdicts: Sequence[ObservedVerdict], delta: float, one_sided: bool) -> Table:
     """Return the table of predicted verdicts (rows) against observed ones (columns).
 
-    The rows of ``CONVERGES`` and ``DIVERGES`` are always there; other predictions have a row if a method has them.
+    Methods whose observed verdict is ``NOT_CERTAIN`` are in no column. The rows of ``CONVERGES`` and ``DIVERGES`` are
+    always there; other predictions have a row if a method has them.
     """
     rows = []
     for prediction in (CONVERGES, DIVERGES, UNDECIDED, DEPENDS, NONE):
         group = [observed for observed in verdicts if observed.prediction.verdict == prediction]
         if group or prediction in (CONVERGES, DIVERGES):
-            columns: dict[bool, list[str]] = {True: [], False: []}  # methods that extrapolate, and that do not
-            for observed in group:
-                columns[observed.deviation.extrapolates(delta, one_sided)].append(observed.name)
-            cells = [Cell(f"{len(methods)}: {', '.join(methods)}" if methods else "0") for methods in columns.values()]
+            answers = {observed.name: observed.answer(delta, one_sided) for observed in group}
+            columns = [[name for name, answer in answers.items() if answer == column] for column in ("yes", "no")]
+            cells = [Cell(f"{len(methods)}: {', '.join(methods)}" if methods else "0") for methods in columns]
             rows.append(TableRow("no prediction" if prediction == NONE else prediction, cells))
     caption = f"Predicted (rows) and observed (columns) at δ = {delta:g}{', one-sided' if one_sided else ''}."
     return Table(caption, ["Σ exp(bias)", "extrapolates", "does not"], rows, is_text=True)
@@ -247,5 +365,11 @@ def verdict_csv(verdicts: Sequence[ObservedVerdict], delta: float) -> str:
     for observed in verdicts:
         prediction, change = observed.prediction, observed.deviation
         numbers = (prediction.converging, prediction.heads, change.largest, change.worst, change.end, delta)
-        lines.append([observed.name, prediction.verdict, *numbers, *observed.answers(delta)])
-    return csv_text([*head, "delta", "extrapolates", "extrapolates_one_sided"], lines)
+        interval = observed.interval
+        bounds: list[object] = [None] * 6
+        if interval is not None:
+            low, high = interval.low, interval.high
+            bounds = [low.largest, high.largest, low.worst, high.worst, interval.clusters, interval.unit]
+        lines.append([observed.name, prediction.verdict, *numbers, *observed.answers(delta), *bounds])
+    head = (*head, "delta", "extrapolates", "extrapolates_one_sided")
+    return csv_text([*head, "largest_low", "largest_high", "worst_low", "worst_high", *CSV_COLUMNS[-2:]], lines)

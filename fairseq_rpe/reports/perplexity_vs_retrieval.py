@@ -1,23 +1,37 @@
-"""Compares perplexity, from sweeps on text, with retrieval, from sweeps over tasks with depths, for the same encodings.
+"""Compares perplexity, from sweeps on text, with retrieval, from sweeps over generated tasks, for the same encodings.
 
 An encoding whose attention decays with the distance can keep its perplexity by ignoring distant tokens, because near
 tokens are enough to predict most of a text. Such an encoding extrapolates by Definition 0.1, but does not retrieve
 distant text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fairseq_rpe.reports import extrapolation_definition
-from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, ObservedVerdict, PredictedVerdict
+from fairseq_rpe.reports.effective_length import (
+    ONE_SIDED,
+    RULER,
+    RULER_PERCENT,
+    MethodLength,
+    accuracy_lengths,
+    perplexity_lengths,
+)
+from fairseq_rpe.reports.extrapolation_definition import DELTA, NONE, NOT_CERTAIN, ObservedVerdict, PredictedVerdict
 from fairseq_rpe.reports.kind_report import load_results
 from fairseq_rpe.reports.page import Block, Part, Section, Text, markdown
 from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies, Perplexities
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
-from fairseq_rpe.utils.table import Table, TableRow, number_cell, text_cell
+from fairseq_rpe.utils.table import Cell, Table, TableRow, number_cell, text_cell
 
 NO_VERDICT = "no verdict"
+_LENGTH_COLUMNS = ("trained at", "perplexity holds to", "finds to")
+_ABOUT_LENGTHS = (
+    "Effective lengths: perplexity holds to the largest evaluated length up to which the one-sided Definition 0.1 is "
+    f"true at δ = {DELTA:g}. A model finds to the largest evaluated length up to which its exact match, mean over "
+    f"depths, exceeds {RULER_PERCENT:g} %, the threshold of RULER. ≥: all evaluated lengths pass."
+)
 
 
 @dataclass(frozen=True)
@@ -47,26 +61,50 @@ class RetrievalResult:
         return "yes" if self.beyond >= SOLVED_PERCENT else "no"
 
 
+class EffectiveLengths(NamedTuple):
+    """Effective lengths of one encoding.
+
+    Attributes:
+        perplexity: that of the model of the sweep on text, by the one-sided Definition 0.1.
+        retrieval: that of the model of the sweep over tasks, by RULER's threshold.
+    """
+
+    perplexity: MethodLength
+    retrieval: MethodLength
+
+    def cells(self) -> list[Cell]:
+        """Return the cells of the columns of ``_LENGTH_COLUMNS``."""
+        trained = f"{self.perplexity.trained_at} {self.perplexity.unit}"
+        trained_on_task = f"{self.retrieval.trained_at} {self.retrieval.unit}"
+        if trained_on_task != trained:
+            trained += f" (task: {trained_on_task})"
+        return [text_cell(trained), self.perplexity.cell(), self.retrieval.cell()]
+
+
 class MethodComparison(NamedTuple):
     """Perplexity and retrieval of one encoding.
 
     Attributes:
         verdict: observed verdict of the method of the sweep on text.
         retrieval: result of the method of the sweep over tasks, under the name of the method on text.
+        lengths: effective lengths of both; None if seeds have no lengths in common.
     """
 
     verdict: ObservedVerdict
     retrieval: RetrievalResult
+    lengths: EffectiveLengths | None = None
 
     @property
     def extrapolates(self) -> str:
-        """Whether the perplexity extrapolates, one-sided: ``yes``, ``no`` or ``no verdict``."""
+        """Whether the perplexity extrapolates, one-sided, as :meth:`ObservedVerdict.answers` has it."""
         _, one_sided = self.verdict.answers(DELTA)
         return one_sided
 
 
 def comparison_sections(folders: Sequence[SweepFolder]) -> list[Section]:
     """Build a section for each sweep on text and each task with depths that have methods in common.
+
+    If a sweep has tasks without depths or several tasks, one more section has the effective lengths on all of them.
 
     Two methods are the same if they have the same encoding and the same positions; their names may differ.
 
@@ -95,6 +133,10 @@ def comparison_sections(folders: Sequence[SweepFolder]) -> list[Section]:
                 )
                 if comparisons:
                     sections.append(_section(names[text_folder], names[task_folder], task, perplexities, comparisons))
+            if len(accuracies.tasks) > 1 or not accuracies.tasks_with_depths:
+                lengths = _common_lengths(perplexities, records[text_folder], accuracies, records[task_folder])
+                if lengths:
+                    sections.append(_lengths_section(names[text_folder], names[task_folder], lengths))
     return sections
 
 
@@ -106,13 +148,32 @@ def _compare_methods(
     verdicts = {
         verdict.name: verdict for verdict in extrapolation_definition.observe_verdicts(perplexities, no_predictions)
     }
+    lengths = _common_lengths(perplexities, text_record, accuracies, task_record)
     comparisons = []
     for method in accuracies.methods(task):
         name = _same_method(task_record.method(method), map(text_record.method, verdicts))
         retrieval = retrieval_result(accuracies, task, method)
         if name is not None and retrieval is not None:
-            comparisons.append(MethodComparison(verdicts[name], replace(retrieval, name=name)))
+            comparisons.append(
+                MethodComparison(verdicts[name], replace(retrieval, name=name), lengths.get((task, name)))
+            )
     return comparisons
+
+
+def _common_lengths(
+    perplexities: Perplexities, text_record: SweepRecord, accuracies: Accuracies, task_record: SweepRecord
+) -> dict[tuple[str, str], EffectiveLengths]:
+    """Return the effective lengths by task and by name of the method on text, of methods that both sweeps have."""
+    methods = {name: text_record.method(name) for name in perplexities.encodings}
+    by_perplexity = {
+        row.method: row for row in perplexity_lengths(perplexities, DELTA, methods) if row.definition == ONE_SIDED
+    }
+    lengths = {}
+    for row in accuracy_lengths(accuracies):
+        name = _same_method(task_record.method(row.method), [methods[name] for name in by_perplexity])
+        if row.definition == RULER and name is not None:
+            lengths[row.task, name] = EffectiveLengths(by_perplexity[name], row)
+    return lengths
 
 
 def _same_method(method: Method, others: Iterable[Method]) -> str | None:
@@ -157,7 +218,7 @@ def _section(
 
 def _table(perplexities: Perplexities, comparisons: Sequence[MethodComparison]) -> Table:
     rows = []
-    for verdict, retrieval in comparisons:
+    for verdict, retrieval, lengths in comparisons:
         solved = "none" if retrieval.solved_length is None else f"{retrieval.solved_length} tokens"
         cells = [
             number_cell(verdict.deviation.end, "+.3f"),
@@ -166,16 +227,33 @@ def _table(perplexities: Perplexities, comparisons: Sequence[MethodComparison]) 
             number_cell(retrieval.beyond, ".0f"),
             text_cell(solved),
             text_cell(retrieval.retrieves),
+            *(lengths.cells() if lengths else [Cell("")] * len(_LENGTH_COLUMNS)),
         ]
         rows.append(TableRow(verdict.name, cells))
     head = ["encoding", f"deviation at {perplexities.lengths[-1]}", "extrapolates", "one-sided"]
-    head += ["retrieved, trained", "retrieved, beyond", "solved up to", "retrieves"]
+    head += ["retrieved, trained", "retrieved, beyond", "solved up to", "retrieves", *_LENGTH_COLUMNS]
     caption = (
         f"Perplexity: relative deviation from that at {perplexities.train_length} tokens, and Definition 0.1 at "
         f"δ = {DELTA:g}. Retrieved: exact match in % at the worst depth, lowest of the trained lengths and lowest of "
-        f"those beyond; the length up to which it is at least {SOLVED_PERCENT:g} %; whether this holds at every length."
+        f"those beyond; the length up to which it is at least {SOLVED_PERCENT:g} %; whether this holds at every "
+        f"length. {_ABOUT_LENGTHS}"
     )
     return Table(caption, head, rows)
+
+
+def _lengths_section(text: str, sweep: str, lengths: Mapping[tuple[str, str], EffectiveLengths]) -> Section:
+    """Return the section on the effective lengths of all tasks; ``text`` and ``sweep`` are names of the sweeps."""
+    rows = [TableRow(task, [text_cell(name), *pair.cells()]) for (task, name), pair in lengths.items()]
+    blocks: list[Block] = [Table(_ABOUT_LENGTHS, ["task", "encoding", *_LENGTH_COLUMNS], rows)]
+    title = "Effective length by perplexity and by task"
+    return Section(
+        name=f"{text} and {sweep}",
+        title=title,
+        lead=["Text and tasks have separate models of each encoding."],
+        facts=[("perplexity", text), ("tasks", sweep), ("δ of Definition 0.1", f"{DELTA:g}")],
+        parts=[Part("effective-length", title, blocks)],
+        text=f"{title}\n{markdown(blocks)}",
+    )
 
 
 def describe_comparisons(comparisons: Sequence[MethodComparison]) -> list[str]:
@@ -193,6 +271,9 @@ def describe_comparisons(comparisons: Sequence[MethodComparison]) -> list[str]:
         "Extrapolates by perplexity and retrieves": names("yes", "yes"),
         "Retrieves, though its perplexity rises": names("no", "yes"),
         "Does neither": names("no", "no"),
+        "Perplexity does not decide, because δ is within the interval of its deviation": [
+            c.retrieval.name for c in comparisons if c.extrapolates == NOT_CERTAIN
+        ],
         "No verdict on perplexity": [c.retrieval.name for c in comparisons if c.extrapolates == "no verdict"],
         f"No verdict on retrieval, because accuracy at trained lengths is below {SOLVED_PERCENT:g} %": [
             c.retrieval.name for c in comparisons if c.retrieval.retrieves == NO_VERDICT

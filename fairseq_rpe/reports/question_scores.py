@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from fairseq_rpe.evaluation.question_records import QuestionResult
+from fairseq_rpe.reports import uncertainty
 from fairseq_rpe.reports.sweep_results import (
     SweepResult,
     SweepResults,
@@ -14,6 +15,7 @@ from fairseq_rpe.reports.sweep_results import (
     group_by_length,
     planned_runs,
 )
+from fairseq_rpe.reports.uncertainty import ClusteredScores
 from fairseq_rpe.sweeps.sweep_record import EvaluationQuestions, Published, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import csv_text
 
@@ -122,6 +124,27 @@ class Scores(SweepResults):
                     bands.setdefault((band.least, band.most), {}).setdefault(row.method, []).append(band.score)
         return bands
 
+    def clustered_scores(self, label: str, method: str, length: int | None = None) -> ClusteredScores | None:
+        """Return the scores on a set by question, as mean over seeds.
+
+        Args:
+            label: label of the set.
+            method: name of the method.
+            length: context length; None: mean over all context lengths.
+
+        Returns:
+            The scores; None if a result does not have them, or for a mean over lengths that a result is missing from.
+        """
+        rows = self._by_set_and_method.get((label, method), ())
+        chosen = [row.result for row in rows if length in (None, row.result.length)]
+        if length is None and not self.seed_means(label, method):
+            return None
+        return uncertainty.average([uncertainty.question_scores(result) for result in chosen])
+
+    def clustered_set_means(self, method: str, length: int) -> ClusteredScores | None:
+        """Return the scores by question over the sets that means over sets include; None if they are unknown."""
+        return uncertainty.join([self.clustered_scores(label, method, length) for label in self.sets_in_mean()])
+
     def sets_in_mean(self) -> list[str]:
         """Return the sets that means over sets include."""
         return [label for label in self.sets if label in self.averaged_sets] or self.sets
@@ -148,17 +171,23 @@ class Scores(SweepResults):
             return []
         return [sum(scores) / len(scores) for scores in zip(*values, strict=True)]
 
-    def csv(self) -> str:
-        """Return a CSV row for each metric of each result; ``counts`` is "yes" if the metric is the set's score."""
+    def csv(self, with_bounds: bool = True) -> str:
+        """Return a CSV row for each metric of each result; ``counts`` is "yes" if the metric is the set's score.
+
+        Args:
+            with_bounds: whether to compute the bounds of intervals.
+        """
         head = ["method", "folder", "set", "length", "metric", "value", "counts"]
-        head += ["questions", "truncated", "empty", "seed"]
+        head += ["questions", "truncated", "empty", "seed", *uncertainty.CSV_COLUMNS]
         lines = []
         for row in self.results:
             r = row.result
             numbers = (r.questions, r.truncated_documents, r.empty, row.seed)
             for name, value in all_metrics(r).items():
-                counts = "yes" if name == r.published else "no"
-                lines.append((row.method, row.folder, r.set, r.length, name, value, counts, *numbers))
+                is_score = name == r.published
+                counts = "yes" if is_score else "no"
+                bounds = uncertainty.question_columns(r, with_bounds) if is_score else uncertainty.UNKNOWN
+                lines.append((row.method, row.folder, r.set, r.length, name, value, counts, *numbers, *bounds))
         return csv_text(head, lines)
 
 

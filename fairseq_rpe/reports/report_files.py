@@ -8,6 +8,7 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.reports.kind_report import kind_report, load_results
 from fairseq_rpe.reports.sweep_results import SweepResults
 from fairseq_rpe.reports.training_axis import CSV_NAME, FIGURE_NAME
+from fairseq_rpe.reports.uncertainty import without_bounds
 from fairseq_rpe.sweeps.sweep_record import SweepFolder, SweepRecord
 from fairseq_rpe.utils.files import atomic_write
 
@@ -30,7 +31,7 @@ class ReportFiles:
         page: HTML page.
         tensorboard: folder of all TensorBoard files.
         evaluation: TensorBoard folder of the evaluations, replaced as a whole.
-        extra_tables: further CSV files: the verdicts on Definition 0.1 of a sweep on text.
+        extra_tables: further CSV files: effective lengths, and the verdicts on Definition 0.1 of a sweep on text.
         text_tables: CSV file of each further text, by the name of the text.
         depth_maps: heat map of the results by length and depth as PNG and PDF; empty if no task of the sweep has depths
             in its split. The map is drawn once results with depths exist, see :meth:`is_current`.
@@ -90,21 +91,29 @@ class ReportFiles:
         yield
         atomic_write(self.markdown, text)
 
-    def csv_texts(self, results: SweepResults) -> dict[Path, str]:
-        """Return the text of each CSV file with results, by path: that of the sweep and that of each further text."""
-        further = {self.text_tables[name]: other.csv() for name, other in results.other_texts.items()}
+    def csv_texts(self, results: SweepResults, with_bounds: bool = True) -> dict[Path, str]:
+        """Return the text of each CSV file with results, by path: that of the sweep and that of each further text.
+
+        Args:
+            results: the results.
+            with_bounds: whether to compute the bounds of intervals.
+        """
+        further = {self.text_tables[name]: other.csv(with_bounds) for name, other in results.other_texts.items()}
         along_training = {} if self.training_axis is None else {self.training_axis: results.training_axis_csv()}
-        return {self.csv: results.csv(), **further, **along_training}
+        return {self.csv: results.csv(with_bounds), **further, **along_training}
 
     def is_current(self, results: SweepResults) -> bool:
-        """Return whether the report is finished, and its CSV files have the numbers of ``results``."""
+        """Return whether the report is finished, and its CSV files have the numbers of ``results``.
+
+        Bounds of intervals are not compared, because they follow from the results and computing them imports SciPy.
+        """
         paths = [self.markdown, self.page, self.evaluation, *self.figures, *self.extra_tables]
         # a further text or a heat map has files only if there are results for it
         shown = [*results.other_texts, *(["depths"] if results.tasks_with_depths else [])]
         paths += [path for name in shown for path in self.extra_figures.get(name, ())]
-        csv_texts = self.csv_texts(results)
+        csv_texts = self.csv_texts(results, with_bounds=False)
         return all(path.exists() for path in (*paths, *csv_texts)) and all(
-            path.read_text(encoding="utf-8") == text for path, text in csv_texts.items()
+            without_bounds(path.read_text(encoding="utf-8")) == text for path, text in csv_texts.items()
         )
 
     def summary(self, markdown: str) -> str:

@@ -12,6 +12,8 @@ from fairseq_rpe.evaluation import records
 from fairseq_rpe.evaluation.position_limits import max_items
 from fairseq_rpe.evaluation.question_records import QuestionResult
 from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
+from fairseq_rpe.reports import uncertainty
+from fairseq_rpe.reports.uncertainty import ClusteredScores
 from fairseq_rpe.runs.run_folder import CheckpointKind, RunFolder
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import csv_text, log_spaced
@@ -89,8 +91,8 @@ class SweepResults:
 
     training_axis: Sequence[TrainingPoint] = ()
 
-    def csv(self) -> str:
-        """Return the results as CSV."""
+    def csv(self, with_bounds: bool = True) -> str:
+        """Return the results as CSV; ``with_bounds``: whether to compute the bounds of intervals."""
         raise NotImplementedError
 
     def training_axis_csv(self) -> str:
@@ -156,13 +158,28 @@ class Perplexities(SweepResults):
         """Return the perplexity of each seed by length."""
         return self._values.get(encoding, {})
 
+    def seed_results(self, encoding: str) -> list[dict[int, TextResult]]:
+        """Return the result by length for each seed that was evaluated at its training length and beyond."""
+        start = self.continued_lengths.get(encoding, self.train_length)
+        per_seed: dict[int, dict[int, TextResult]] = {}
+        for row in self.results_for(encoding):
+            per_seed.setdefault(row.seed, {})[row.result.length] = row.result
+        return [results for results in per_seed.values() if start in results and max(results) > start]
+
     def seed_curves(self, encoding: str) -> list[dict[int, float]]:
         """Return the perplexity by length for each seed that was evaluated at its training length and beyond."""
-        start = self.continued_lengths.get(encoding, self.train_length)
-        per_seed: dict[int, dict[int, float]] = {}
-        for row in self.results_for(encoding):
-            per_seed.setdefault(row.seed, {})[row.result.length] = row.result.ppl
-        return [curve for curve in per_seed.values() if start in curve and max(curve) > start]
+        return [{n: result.ppl for n, result in results.items()} for results in self.seed_results(encoding)]
+
+    @cached_property
+    def _losses(self) -> dict[str, dict[int, ClusteredScores]]:
+        return {name: _mean_losses(rows) for name, rows in self._by_encoding.items()}
+
+    def losses_by_length(self, encoding: str) -> Mapping[int, ClusteredScores]:
+        """Return the clustered losses in bits by length, as mean over seeds.
+
+        Lengths are missing if a seed has no segments, or segments of other tokens.
+        """
+        return self._losses.get(encoding, {})
 
     def ratios_by_length(self, encoding: str) -> dict[int, list[float]]:
         """Return, by length, each seed's perplexity relative to that of the same run at the training length."""
@@ -195,13 +212,13 @@ class Perplexities(SweepResults):
         longest = self.lengths[-1]
         return _mean(row.ratio for row in self.results_for(encoding) if row.result.length == longest)
 
-    def csv(self) -> str:
-        """Return a CSV row for each result."""
+    def csv(self, with_bounds: bool = True) -> str:
+        """Return a CSV row for each result; ``with_bounds``: whether to compute the bounds of intervals."""
         rows = ((row, row.result) for row in self.results)
-        return csv_text(
-            ("encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed"),
-            ((row.method, r.length, r.ppl, r.loss_base2, r.tokens, row.ratio, row.seed) for row, r in rows),
-        )
+        head = ("encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed", *uncertainty.CSV_COLUMNS)
+        lines = [(row.method, r.length, r.ppl, r.loss_base2, r.tokens, row.ratio, row.seed) for row, r in rows]
+        bounds = (uncertainty.perplexity_columns(row.result, with_bounds) for row in self.results)
+        return csv_text(head, (line + columns for line, columns in zip(lines, bounds, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -287,6 +304,25 @@ class Accuracies(SweepResults):
             for name, (first, last) in ranges.items()
         }
 
+    def scores_by_range(self, task: str, method: str) -> dict[str, ClusteredScores | None]:
+        """Return the right answers over trained numbers of items, those beyond, and all, as mean over seeds.
+
+        All numbers of items and all depths have the same weight. A range has None if it has no results, or if results
+        do not state which examples are right.
+        """
+        by_setting = group_by(self.results_for(task, method), lambda row: (row.result.length, row.result.depth))
+        means = {
+            setting: uncertainty.average([uncertainty.exact_match_scores(row.result) for row in rows])
+            for setting, rows in by_setting.items()
+        }
+        train = self.train_items[task]
+        ranges = {
+            "trained": [scores for (length, _), scores in means.items() if length <= train],
+            "beyond": [scores for (length, _), scores in means.items() if length > train],
+            "all": list(means.values()),
+        }
+        return {name: uncertainty.join(parts) for name, parts in ranges.items()}
+
     def describe_ranges(self) -> str:
         """Return in words how many items each task has in training and in evaluation."""
         return "; ".join(
@@ -295,15 +331,17 @@ class Accuracies(SweepResults):
             for task in self.tasks
         )
 
-    def csv(self) -> str:
-        """Return a CSV row for each result."""
+    def csv(self, with_bounds: bool = True) -> str:
+        """Return a CSV row for each result; ``with_bounds``: whether to compute the bounds of intervals."""
         head = ["task", "method", "seed", "items", "examples", "right", "accuracy", "positions"]
+        head += ["depth"] if self.tasks_with_depths else []
         rows = []
         for row in self.results:
             r = row.result
             values = [r.algorithm, row.method, row.seed, r.length, r.examples, r.right, r.accuracy, r.transform]
-            rows.append([*values, r.depth] if self.tasks_with_depths else values)
-        return csv_text([*head, "depth"] if self.tasks_with_depths else head, rows)
+            values += [r.depth] if self.tasks_with_depths else []
+            rows.append([*values, *uncertainty.accuracy_columns(r, with_bounds)])
+        return csv_text([*head, *uncertainty.CSV_COLUMNS], rows)
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
@@ -320,6 +358,16 @@ def group_by_length(pairs: Iterable[tuple[int, float]]) -> dict[int, list[float]
     for length, value in pairs:
         groups.setdefault(length, []).append(value)
     return dict(sorted(groups.items()))
+
+
+def _mean_losses(rows: Sequence[SweepResult[TextResult]]) -> dict[int, ClusteredScores]:
+    """Return the mean over seeds of the clustered losses of one method, at the lengths at which all seeds have them."""
+    means = {}
+    for length, group in group_by(rows, lambda row: row.result.length).items():
+        mean = uncertainty.average([uncertainty.text_losses(row.result) for row in group])
+        if mean is not None:
+            means[length] = mean
+    return means
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -16,7 +16,7 @@ _LATEX_SIGNS = {
     **{"λ": r"$\lambda$", "π": r"$\pi$", "σ": r"$\sigma$", "ψ": r"$\psi$", "Σ": r"$\Sigma$", "Δ": r"$\Delta$"},
     **{"ε": r"$\varepsilon$", "−": "$-$", "×": r"$\times$", "·": r"$\cdot$", "≤": r"$\leq$", "≥": r"$\geq$"},
     **{"≈": r"$\approx$", "∞": r"$\infty$", "‖": r"$\Vert$", "√": r"$\surd$", "★": r"$\star$", "∑": r"$\Sigma$"},
-    **{"|": r"\textbar{}"},  # pdflatex prints a dash instead
+    **{"±": r"$\pm$", "|": r"\textbar{}"},  # pdflatex prints a dash instead
     **{"…": r"\ldots{}", "–": "--", "—": "---", "’": "'", "“": "``", "”": "''", "→": r"$\rightarrow$"},
 }
 # Private-use characters that stand for LaTeX commands. tabulate would escape commands but keeps these characters, and

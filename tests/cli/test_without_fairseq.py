@@ -6,8 +6,10 @@ import sys
 
 import pytest
 from conftest import run, save_checkpoint
+from sweep_commands import finished_sweep
 
 from fairseq_rpe.core import UserError, errors
+from fairseq_rpe.utils.json_files import append_json_line
 
 WITHOUT = """
 import sys
@@ -47,6 +49,8 @@ DOING_WITHOUT = [
     "prepare texts --out data --tokenizer words --workers 1",
     *("list", "list --positions", "user-dir", "bias alibi --length 3", "verdict alibi", "fire-fit alibi"),
     f"train --algorithm copy --rpe alibi --out run --dry-run {SMALL}",
+    "compare first.jsonl second.jsonl",
+    "report sweep_on_text",
 ]
 
 
@@ -55,6 +59,11 @@ def test_commands(tmp_path):
     (tmp_path / "texts").mkdir()
     for i in range(60):
         (tmp_path / "texts" / f"{i}.txt").write_text(f"text {i} of some words and the number {7 * i}\n")
+    row = {"checkpoint": "c", "algorithm": "copy", "split": "test", "length": 10, "transform": "identity"}
+    row |= {"examples": 8, "right": 4, "accuracy": 0.5}
+    for name, hits in (("first", "f0"), ("second", "0f")):
+        append_json_line(tmp_path / f"{name}.jsonl", {**row, "hits": hits})
+    finished_sweep(tmp_path / "sweep_on_text", {"alibi": {64: 10.0, 128: 11.0}})
     done = run(sys.executable, "-c", WITHOUT, cwd=tmp_path, input="\n".join(DOING_WITHOUT + NEEDING))
     said = [line for line in done.stderr.splitlines() if line.startswith(("error", "0 ", "2 "))]
     assert said[: len(DOING_WITHOUT)] == [f"0 {line}" for line in DOING_WITHOUT], done.stderr

@@ -53,21 +53,25 @@ def write_text(folder: Path, dictionary: Path, documents: Sequence[Sequence[Sequ
     return folder
 
 
-def reference_losses(model, text: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nats, and targets, at each position, of a text whose target i is predicted from the inputs first[i] … i.
+def reference_losses(model, text: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Nats of each target of a text whose target i is predicted from the inputs first[i] … i.
 
     The inputs are the end-of-sentence symbol and the targets, each block is read alone, and logits are in float64.
     """
     inputs = torch.cat([torch.tensor([EOS]), text[:-1]])
-    nats, count = torch.zeros(len(text), dtype=torch.float64), torch.zeros(len(text), dtype=torch.int64)
+    nats = torch.zeros(len(text), dtype=torch.float64)
     for start in first.unique():
         block = first == start
         with torch.no_grad():
             logits = model(inputs[None, block])[0][0].double()
-        n = int(block.sum())
-        nats[:n] += torch.nn.functional.cross_entropy(logits, text[block], reduction="none")
-        count[:n] += 1
-    return nats, count
+        nats[block] = torch.nn.functional.cross_entropy(logits, text[block], reduction="none")
+    return nats
+
+
+def sums_by_position(nats: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nats, and targets, at each position, of the targets of :func:`reference_losses`."""
+    positions = torch.arange(len(nats)) - first
+    return torch.bincount(positions, nats, len(nats)), torch.bincount(positions, minlength=len(nats))
 
 
 def bits(nats: float, tokens: int) -> float:

@@ -308,7 +308,8 @@ def test_methods_that_differ_in_evaluation_share_the_training(swept, checkpoint)
     measured, counts = json_files.read_json_lines(checkpoint.parents[1] / "eval.jsonl"), range(2, LONGEST + 1)
     assert [(r["positions"], r["length"]) for r in measured] == [(p, n) for p in (None, "interpolate") for n in counts]
     rows = table_of(out)
-    assert list(rows[0]) == ["task", "method", "seed", "items", "examples", "right", "accuracy", "positions"]
+    columns = ["task", "method", "seed", "items", "examples", "right", "accuracy", "positions"]
+    assert list(rows[0]) == [*columns, "standard_error", "low", "high", "clusters", "cluster_unit"]
     assert [(r["method"], int(r["items"])) for r in rows] == [(m, n) for m in ("plain", "squeezed") for n in counts]
     for row, own in zip(rows, measured, strict=True):
         assert (row["task"], row["seed"], row["positions"]) == (TASK, "1", own["transform"])
@@ -336,11 +337,13 @@ def test_table_is_the_mean_over_the_numbers_of_items(swept):
     grid = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert grid[0] == ["task", "method", "trained", "beyond", "all", "published"]
     assert set("".join(grid[1])) <= set("-:")
-    assert grid[2:] == [
+    # an error bar, and perhaps the mark of a tie, follow each mean
+    assert [[cell.split(" ± ")[0] for cell in row] for row in grid[2:4]] == [
         [TASK, name, mean(name, 2, M), mean(name, M + 1, LONGEST), mean(name, 2, LONGEST), known]
         for name, known in (("plain", ""), ("squeezed", "12.3"))
     ]
-    assert float(grid[2][2]) > 0 and grid[2][2] != grid[2][4]
+    assert float(grid[2][2].split()[0]) > 0 and grid[2][2] != grid[2][4]
+    assert all(" ± " in cell for row in grid[2:4] for cell in row[2:5])
     assert f"{TASK}: 2 … {M} items in training, up to {LONGEST} here" in text and "Published: made up" in text
 
 

@@ -17,17 +17,17 @@ import torch
 from conftest import checkpoint_with, make_model, run, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measuring import PAD, bits, make_sensitive, reference_losses, refusal, rows_of, write_text
+from measuring import PAD, bits, make_sensitive, reference_losses, refusal, rows_of, sums_by_position, write_text
 from torch.nn import functional as F
 
 from fairseq_rpe import compat
 from fairseq_rpe.core import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.folder import MADE_BY
-from fairseq_rpe.evaluation import loading, perplexity
+from fairseq_rpe.evaluation import loading, perplexity, segment_losses
 from fairseq_rpe.evaluation import records as results
 from fairseq_rpe.evaluation.checkpoint_defaults import default_lengths
-from fairseq_rpe.evaluation.loss_aggregation import text_result
+from fairseq_rpe.evaluation.loss_aggregation import SegmentSums, text_result
 from fairseq_rpe.evaluation.perplexity import TokenBatch, losses_by_position, target_losses
 from fairseq_rpe.evaluation.records import TextKey, TextRequest
 from fairseq_rpe.modules import cross_entropy
@@ -93,10 +93,14 @@ def test_every_token_is_scored_once_at_its_position(sensitive, task, documents, 
         choice = {"blocks": "document"} if kind == "document" else {"separate_documents": kind == "separate"}
         request = TextRequest(checkpoint=data, data=data, lengths=[length], batch_size=rows, **choice)
         batches = list(perplexity.make_batches(request, task, length, 150))
+        document_ends = corpus_files.document_ends_if_recorded(data, "test")
     assert all(len(inputs) <= (rows or 150) and inputs.numel() <= 150 for inputs, *_ in batches)
     scored: list[int] = []
-    nats, count = losses_by_position(sensitive, batches, length, PAD, scored.append)
-    expected, times = reference_losses(sensitive, text, first)
+    with mock.patch.object(segment_losses, "SEGMENT_TOKENS", 20):
+        sums = SegmentSums(len(text), document_ends, torch.device("cpu"))
+    nats, count = losses_by_position(sensitive, batches, length, PAD, scored.append, sums)
+    token_nats = reference_losses(sensitive, text, first)
+    expected, times = sums_by_position(token_nats, first)
     assert sum(scored) == len(text) and torch.equal(count, F.pad(times, (0, length))[:length])
     torch.testing.assert_close(nats, F.pad(expected, (0, length))[:length], rtol=1e-5, atol=1e-5)
 
@@ -109,6 +113,12 @@ def test_every_token_is_scored_once_at_its_position(sensitive, task, documents, 
     for start, last, tokens, loss in parts:
         assert tokens == int(times[start : last + 1].sum())
         assert loss == pytest.approx(bits(float(expected[start : last + 1].sum()), tokens), rel=1e-4)
+
+    segments = sums.pack(length, draws=1)
+    counts = segments.counts().tolist()
+    assert max(counts) <= 20 and segments.sums().sum() == pytest.approx(found.loss_base2 * len(text), rel=1e-6)
+    for segment, loss in zip(token_nats.split(counts), segments.sums(), strict=True):
+        assert loss == pytest.approx(float(segment.sum()) / math.log(2), rel=1e-4, abs=1e-4)
 
 
 CASES = [
@@ -149,11 +159,17 @@ def test_a_row_says_what_was_measured(state, text, tmp_path):
     ids, _ = corpus_files.read_split(text, "test")
     total, counts = len(ids), Counter(ids.tolist())
     unigram = math.prod((total / n) ** (n / total) for n in counts.values())
-    [row] = rows_of("eval", checkpoint_with(state, tmp_path), text, "--lengths", 37)
+    out = tmp_path / "eval.jsonl"
+    [row] = rows_of("eval", checkpoint_with(state, tmp_path), text, "--lengths", 37, "--out", out)
     keys = ["encoding", "checkpoint", "data", "split", "rpe", "positions", "length", "tokens", "loss_base2", "ppl"]
     keys += ["seconds", "engine", "peak_mb", "positions_loss", "unigram_ppl", "train_length", "context"]
     keys += ["updates", "tokens_trained"]
     assert list(row) == keys
+    # the losses by segment are only in the file
+    [stored] = results.read_results(results.TextResult, out)
+    assert list(json.loads(out.read_text())) == [*keys, "segments"]
+    assert stored.segments.counts().sum() == total
+    assert stored.segments.sums().sum() == pytest.approx(row["loss_base2"] * total, rel=1e-6)
     assert row["unigram_ppl"] == pytest.approx(unigram, rel=1e-9)
     assert (row["train_length"], row["tokens"], row["context"]) == (TRAINED, total, "across documents")
     assert 50 < row["peak_mb"] < 50_000 and row["positions_loss"]["upto"] == [0, 1, 3, 7, 15, 31, 36]
@@ -227,16 +243,21 @@ def test_random_positions_are_drawn_for_each_block(state, text, tmp_path):
     assert one["draws"] == 1 and "draws" not in rows_of(*command)[0]
     request = TextRequest(checkpoint=checkpoint, data=text, lengths=[37], positions_eval=RANDOM[1], device="cpu")
     model, task = loading.load_model(checkpoint, request, text)
-    total, losses = corpus_files.count_tokens(text, "test"), []
+    total, losses, segments = corpus_files.count_tokens(text, "test"), [], []
     for model.decoder.position_transforms.sample in range(2):
+        segments.append(SegmentSums(total, corpus_files.document_ends(text, "test"), torch.device("cpu")))
         nats, _ = losses_by_position(
-            model, perplexity.make_batches(request, task, 37, 2048), 37, PAD, lambda scored: None
+            model, perplexity.make_batches(request, task, 37, 2048), 37, PAD, lambda scored: None, segments[-1]
         )
         losses.append(bits(float(nats.sum()), total))
     assert losses[0] == pytest.approx(one["loss_base2"], rel=1e-9) and losses[1] != losses[0]
     [mean] = rows_of(*command, *RANDOM, "--position-samples", 2, "--out", out)
     assert mean["loss_base2"] == pytest.approx(sum(losses) / 2, rel=1e-9)
     assert (mean["draws"], mean["tokens"]) == (2, total)
+    stored = results.read_results(results.TextResult, out)[-1].segments
+    mean_sums = sum(sums.pack(37, draws=1).sums() for sums in segments) / 2
+    assert len(mean_sums) > 2
+    assert stored.sums() == pytest.approx(mean_sums, rel=1e-6)
     rows_of(*command, *RANDOM, "--position-samples", 1, "--out", out)
     assert [json.loads(line)["draws"] for line in out.read_text().splitlines()] == [1, 2]
 
@@ -460,9 +481,12 @@ def test_losses_that_are_no_numbers_are_refused(state, text, tmp_path):
 
 def test_tokens_that_were_not_scored_are_refused(state, text, tmp_path, monkeypatch):
     whole, out = perplexity.make_batches, tmp_path / "eval.jsonl"
-    monkeypatch.setattr(
-        perplexity, "make_batches", lambda *a: (TokenBatch(x[:, :-1], y[:, :-1]) for x, y, _ in whole(*a))
-    )
+
+    def without_last_column(*words):
+        for batch in whole(*words):
+            yield TokenBatch(batch.inputs[:, :-1], batch.targets[:, :-1], begins=batch.begins)
+
+    monkeypatch.setattr(perplexity, "make_batches", without_last_column)
     error = refusal("eval", checkpoint_with(state, tmp_path), text, "--lengths", 37, "--out", out)
     assert "tokens were scored, so the result is not stored" in error and not out.exists()
 

@@ -33,7 +33,7 @@ from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
 from fairseq_rpe.figures import biases
 from fairseq_rpe.modules import encoding_logger
 from fairseq_rpe.modules.encoding_logger import EncodingLogger
-from fairseq_rpe.reports import figure_gallery
+from fairseq_rpe.reports import effective_length, figure_gallery
 from fairseq_rpe.reports import tensorboard as evaluations
 from fairseq_rpe.reports.sweep_results import Accuracies, Perplexities, SweepResult
 from fairseq_rpe.runs import log
@@ -195,7 +195,8 @@ def test_hparams_compare_the_runs(swept):
     content = read(swept / EVALUATION).SummaryMetadata(hparams_metadata.EXPERIMENT_TAG).plugin_data.content
     experiment = hparams_metadata.parse_experiment_plugin_data(content)
     metrics = [(m.name.tag, m.display_name) for m in experiment.metric_infos]
-    assert metrics == [("ppl_at/32", "ppl at 32 tokens"), ("ppl_at/64", "ppl at 64 tokens")]
+    assert metrics[:2] == [("ppl_at/32", "ppl at 32 tokens"), ("ppl_at/64", "ppl at 64 tokens")]
+    assert metrics[2:] == [effective_length.TAGS[name] for name in ("Definition 0.1", "Definition 0.1, one-sided")]
     assert [info.name for info in experiment.hparam_infos] == ["encoding", *common]
     (encoding,) = [info for info in experiment.hparam_infos if info.name == "encoding"]
     assert {v.string_value for v in encoding.domain_discrete.values} == {"kerple_log", "alibi"}

@@ -92,7 +92,8 @@ def test_report_of_a_task_with_depths(sought):
     assert "a guess is right in 0.1 %; 20 examples of each length and depth" in text
     # the means over depths are what the other table goes by
     means = [row for row in lines_of(text, TASK) if row[1] == "alibi"]
-    assert means == [[TASK, "alibi", "100.0", f"{100 * (59 + 42) / 120:.1f}", f"{100 * (60 + 59 + 42) / 180:.1f}"]]
+    ranges = [TASK, "alibi", "100.0", f"{100 * (59 + 42) / 120:.1f}", f"{100 * (60 + 59 + 42) / 180:.1f}"]
+    assert means == [ranges, [TASK, "alibi", "64 tokens", "100.0", "128", "128", "256"]]
     with open(sought / "accuracy.csv", newline="") as file:
         rows = [(r["method"], int(r["items"]), float(r["depth"]), int(r["right"])) for r in csv.DictReader(file)]
     expected = [(name, n, counts) for name, lengths in RIGHT.items() for n, counts in lengths.items()]
@@ -113,9 +114,10 @@ def test_perplexity_beside_retrieval(read, sought, tmp_path):
     out = tmp_path / "both.html"
     said = run_here("report", read, sought, "--out", out).stdout
     joint = said[said.index("Perplexity and retrieval") :]
-    alibi = ["alibi", "-0.020", "yes", "yes", "100", "20", "128 tokens", "no"]
+    alibi = ["alibi", "-0.020", "yes", "yes", "100", "20", "128 tokens", "no", "64 tokens", "≥ 256", "128"]
     assert lines_of(joint, "alibi") == [alibi] and not lines_of(joint, "rope") and not lines_of(joint, "nope")
-    assert lines_of(joint, "kerple_log") == [["kerple_log", "+0.010", "yes", "yes", "90", "90", "256 tokens", "yes"]]
+    kerple_log = ["kerple_log", "+0.010", "yes", "yes", "90", "90", "256 tokens", "yes", "64 tokens", "≥ 256", "≥ 256"]
+    assert lines_of(joint, "kerple_log") == [kerple_log]
     page = out.read_text()
     for words in ("and fails at retrieval: alibi.", "and retrieves: kerple_log."):
         text = f"Extrapolates by perplexity {words}"
@@ -132,7 +134,7 @@ def test_what_was_not_learned_has_no_verdict(read, sought):
         json_files.append_json_line(results, {**row, **({"right": 2, "accuracy": 0.1} if row["length"] == 64 else {})})
     said = run_here("report", read, sought).stdout
     assert "No verdict on retrieval, because accuracy at trained lengths is below 90 %: alibi." in said
-    assert lines_of(said, "alibi")[-1][-2:] == ["none", "no verdict"]
+    assert lines_of(said, "alibi")[-1][-5:] == ["none", "no verdict", "64 tokens", "≥ 256", "none"]
 
 
 def test_the_heat_map_shows_the_numbers():

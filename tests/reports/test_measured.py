@@ -29,6 +29,7 @@ def test_files_and_numbers(tmp_path):
     encodings = {name: [build(own[0].encoding, 4, 32)] for name, own in rows.items()}
     section = write_report(rows, tmp_path / "out", 64, encodings=encodings, title="Two models")
     names = {"results.csv", "results.md", "ppl.png", "ppl.pdf", "report.html", "extrapolation.csv"}
+    names |= {"effective_length.csv"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     with open(tmp_path / "out/results.csv", newline="") as file:
         found = list(csv.DictReader(file))

@@ -72,8 +72,8 @@ def test_chapters_facts_and_costs(tmp_path):
         save_checkpoint(tmp_path / "runs" / slug(name, 1), name)
     write_sweep(tmp_path, further={"data": "0" * 64})
     page = page_of(tmp_path, "--delta", "0.07")
-    chapters = ["Perplexity over length", "Setting", "Does it extrapolate?", "Training", "Runs", "Environment"]
-    assert page.chapters() == [*chapters, "Commands", "Every measurement"]
+    chapters = ["Perplexity over length", "Setting", "Does it extrapolate?", "Effective length", "Training", "Runs"]
+    assert page.chapters() == [*chapters, "Environment", "Commands", "Every measurement"]
     lead = "2 encodings, trained at 64 tokens on data-bin/stdlib for 75 updates; "
     assert lead + "99,064 or 99,128 or 99,256 tokens of the test split" in page.words
     table = [["Σ exp(bias)", "extrapolates", "does not"], ["converges", "1: alibi", "0"], ["diverges", "0", "1: inv_n"]]
@@ -313,6 +313,7 @@ def test_algorithmic_sweep_has_exact_match_and_no_perplexity(algorithmic):
     chapters = [
         "Exact match",
         "Setting",
+        "Effective length",
         "Comparison with published values",
         "Training",
         "Runs",

@@ -64,7 +64,8 @@ def test_a_failing_run_is_told_and_does_not_stop_the_others(swept, corpus):
     assert f"log: {out}/runs/broken-seed1/train.log" in error and "Traceback" not in done.stderr
 
     rows = table(out / "results.csv")
-    assert list(rows[0]) == ["encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed"]
+    columns = ["encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed"]
+    assert list(rows[0]) == [*columns, "standard_error", "low", "high", "clusters", "cluster_unit"]
     assert [(r["encoding"], r["length"]) for r in rows] == [("alibi", "32"), ("alibi", "64"), ("alibi", "128")]
     first, *_, last = (float(r["ppl"]) for r in rows)
     assert [float(rows[n]["ratio"]) for n in (0, 2)] == pytest.approx([1.0, last / first])
@@ -181,14 +182,15 @@ def test_report_table(tmp_path, undrawn):
     others += ({"compute_dtype": "bf16"}, {"attention_prune": 0.1})
     add_results(tmp_path / "runs/alibi-seed1", *({"length": 64, "ppl": 1.0, **other} for other in others))
     assert "128 / 64" in run_here("report", tmp_path).stdout
-    assert (tmp_path / "results.md").read_text() == (
+    text = (tmp_path / "results.md").read_text()
+    assert text.startswith(
         "| encoding            |    64 |   128 |   128 / 64 |\n"
         "|:--------------------|------:|------:|-----------:|\n"
         "| alibi               | 50.00 | 49.00 |      0.980 |\n"
         "| type1:variant=paper | 40.00 |       |            |\n"
     )
     made = ["extrapolation.csv", "ppl.pdf", "ppl.png", "report.html", "results.csv", "results.md", "tensorboard"]
-    assert sorted(os.listdir(tmp_path)) == sorted([*made, "runs", "sweep.json"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*made, "effective_length.csv", "runs", "sweep.json"])
 
 
 def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path, undrawn):
@@ -229,7 +231,8 @@ def test_an_interrupted_report_is_written_again(tmp_path, undrawn, monkeypatch):
     result = {"length": 64, "ppl": 90.0, "data": "arxiv"}
     add_results(tmp_path / "runs/alibi-seed1", result)
     write_report(folder)
-    files_of_a_report = 5  # results.csv, results-arxiv.csv, extrapolation.csv, report.html and results.md
+    # results.csv, results-arxiv.csv, extrapolation.csv, effective_length.csv, report.html and results.md
+    files_of_a_report = 6
     for file_count in range(files_of_a_report):
         syncs = iter(range(file_count))
 
@@ -242,7 +245,7 @@ def test_an_interrupted_report_is_written_again(tmp_path, undrawn, monkeypatch):
             patched.setattr(os, "fsync", sync_or_die)  # every file is synced before it gets its name
             write_report(folder)
         assert report_files.current_summary(folder) is None
-    assert "76.00" in write_report(folder).text and report_files.current_summary(folder) is not None
+    assert "75.00" in write_report(folder).text and report_files.current_summary(folder) is not None
 
 
 def test_one_draw_for_each_block_takes_the_place_of_an_older_one(tmp_path):

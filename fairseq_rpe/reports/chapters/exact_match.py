@@ -1,7 +1,7 @@
 """Chapters on a sweep over generated tasks: accuracy by number of items, and by depth for tasks with depths."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,16 +11,22 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.figures.heat_maps import draw_needle_maps
-from fairseq_rpe.reports.chapters import examples, published_comparison, window_readers
+from fairseq_rpe.reports import uncertainty
+from fairseq_rpe.reports.chapters import effective_length, examples, published_comparison, window_readers
 from fairseq_rpe.reports.chapters.training import TrainedRun
 from fairseq_rpe.reports.page import Block, Part, ReportContent, Text, markdown, svg_picture
 from fairseq_rpe.reports.sweep_results import SOLVED_PERCENT, Accuracies
+from fairseq_rpe.reports.uncertainty import ClusteredScores
 from fairseq_rpe.sweeps.sweep_record import Published, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, number_cell, stack_tables, text_cell
 
 
 def build_content(
-    folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], accuracies: Accuracies
+    folder: SweepFolder,
+    record: SweepRecord,
+    runs: Sequence[TrainedRun],
+    accuracies: Accuracies,
+    lengths: Sequence[Block] = (),
 ) -> ReportContent:
     """Build the report of a sweep over generated tasks.
 
@@ -29,6 +35,7 @@ def build_content(
         record: its record.
         runs: trained runs.
         accuracies: results.
+        lengths: blocks on effective lengths; empty without any.
 
     Returns:
         The chapters; ``other_figures`` has the heat maps as ``depths`` if a task has depths.
@@ -51,6 +58,10 @@ def build_content(
         about_seeds = "The figure shows the mean over seeds, and bars or shading from the lowest to the highest seed."
         blocks.append(Text(about_seeds))
     notes: list[Block] = [Text(f"Exact match in %, mean over the numbers of {unit}; {ranges}.")]
+    for task in accuracies.tasks:
+        errors = {name: accuracies.scores_by_range(task, name) for name in accuracies.methods(task)}
+        if about_errors := _about_errors(errors):
+            notes.append(Text(f"{task}: {about_errors}"))
     if with_labels := [task for task in accuracies.tasks if build(task).has_labels]:
         notes.append(Text(f"{', '.join(with_labels)}: right labels in % instead, several labels in each example."))
     if published:
@@ -61,13 +72,15 @@ def build_content(
         lead=_lead(record, accuracies),
         parts=[
             Part("exact", "Exact match", [*blocks, picture]),
+            effective_length.chapter(lengths),
             Part("readers", "What would a guess and the last tokens give?", reader_blocks),
             Part("depths", "Is the answer found at every depth?", depth_blocks),
             Part("examples", "Which examples fail?", examples.task_blocks(folder, record, accuracies)),
             Part("published", "Comparison with published values", published_comparison.comparison_blocks(record, runs)),
         ],
         build_measurements=partial(_measurements, accuracies),
-        markdown=stack_tables(tables, "task").to_markdown() + markdown([*notes, *depth_blocks, *reader_blocks]),
+        markdown=stack_tables(tables, "task").to_markdown()
+        + markdown([*notes, *depth_blocks, *reader_blocks, *lengths]),
         figure=figure,
         other_figures={"depths": heat_maps} if heat_maps else {},
     )
@@ -78,6 +91,9 @@ def _accuracy_table(accuracies: Accuracies, task: str, published: Published | No
     algorithm, methods = build(task), accuracies.methods(task)
     unit, measure = algorithm.length_unit, "right labels" if algorithm.has_labels else "exact match"
     caption = f"{task}: {measure} in %, mean over the numbers of {unit} and seeds."
+    errors = {name: accuracies.scores_by_range(task, name) for name in methods}
+    about_errors = _about_errors(errors)
+    caption += f" {about_errors}" if about_errors else ""
     limits = {name: limit for name in methods if (limit := accuracies.position_limits.get((task, name))) is not None}
     if limits:
         caption += (
@@ -95,18 +111,47 @@ def _accuracy_table(accuracies: Accuracies, task: str, published: Published | No
     for column in columns:
         # a mean over fewer lengths cannot be compared with one over all of them
         is_limited = column in ("beyond", "all")
-        compared = [means[name][column] for name in methods if not (is_limited and name in limits)]
-        best = max((mean for mean in compared if mean is not None), default=None)
+        compared = {
+            name: mean
+            for name in methods
+            if (mean := means[name][column]) is not None and not (is_limited and name in limits)
+        }
+        best = max(compared.values(), default=None)
+        scores = {name: errors[name].get(column) for name in methods}
+        ties = uncertainty.ties_with_best(compared, scores) or set()
         for name in methods:
             mean = means[name][column]
+            cell = number_cell(mean, ".1f", best if name in compared else None)
+            if mean is not None and (own_scores := scores[name]) is not None:
+                interval = uncertainty.accuracy_estimate(own_scores)
+                suffix = uncertainty.half_width_text(100 * interval.low, 100 * interval.high, ".1f")
+                cell = uncertainty.with_suffix(cell, suffix, name in ties)
             if is_limited and name in limits and mean is not None:
-                cell = number_cell(mean, ".1f")
                 cell = replace(cell, text=f"{cell.text} (to {limits[name]})")
-            else:
-                cell = number_cell(mean, ".1f", best)
             cells[name].append(cell)
     rows = [TableRow(name, cells[name]) for name in methods]
     return Table(caption, ["method", *columns], rows, best_label="largest")
+
+
+def _about_errors(errors: Mapping[str, Mapping[str, ClusteredScores | None]]) -> str:
+    """Return in words what ± and the mark of a table of accuracies are; nothing if results lack single answers.
+
+    Args:
+        errors: right answers by method and range of lengths.
+    """
+    scores = [total for by_range in errors.values() if (total := by_range["all"]) is not None]
+    if not scores:
+        return ""
+    text = f"±: half of the 95 % interval (Wilson; all lengths: {uncertainty.describe_clusters(scores)})."
+    if len(errors) > 1:
+        test = "McNemar's test" if all(total.answers() is not None for total in scores) else "paired"
+        text += (
+            f" {uncertainty.TIE_MARK}: not shown to differ from the largest value of the column (the same examples, "
+            f"{test}; Holm's correction for the methods of the column, p ≥ 0.05)."
+        )
+    if len(scores) < len(errors):
+        text += " Columns in which a method lacks the answers of single examples have no such mark."
+    return text
 
 
 def _lead(record: SweepRecord, accuracies: Accuracies) -> list[str]:
@@ -138,9 +183,10 @@ def _measurements(accuracies: Accuracies) -> Table:
         cells += [number_cell(r.accuracy, ".4f"), Cell(r.transform)]
         if accuracies.tasks_with_depths:
             cells.append(number_cell(r.depth, "g"))
-        rows.append(TableRow(row.method, cells))
+        rows.append(TableRow(row.method, [*cells, *uncertainty.error_cells(uncertainty.accuracy_columns(r), ".4f")]))
     head = ["method", "task", "seed", "items", "examples", "right", "accuracy", "positions"]
     head += ["depth"] if accuracies.tasks_with_depths else []
+    head += uncertainty.error_titles()
     return Table("Contents of accuracy.csv.", head, rows, is_folded=True)
 
 

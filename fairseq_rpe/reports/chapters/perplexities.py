@@ -1,5 +1,6 @@
 """Chapters on perplexities: perplexity over length, loss by position, Definition 0.1."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,13 +9,16 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from fairseq_rpe.evaluation.position_limits import max_length
+from fairseq_rpe.evaluation.statistics import Estimate, mean_over_seeds
 from fairseq_rpe.figures import sweep_curves
-from fairseq_rpe.reports.chapters import training_axis
+from fairseq_rpe.reports import uncertainty
+from fairseq_rpe.reports.chapters import effective_length, training_axis
 from fairseq_rpe.reports.chapters.training import TrainedRun, own_settings
 from fairseq_rpe.reports.extrapolation_definition import unused_context_reasons
 from fairseq_rpe.reports.page import Block, Part, Picture, ReportContent, Text, markdown, svg_picture
 from fairseq_rpe.reports.sweep_results import Perplexities
 from fairseq_rpe.reports.training_axis import FIGURE_NAME
+from fairseq_rpe.reports.uncertainty import ClusteredScores
 from fairseq_rpe.sweeps.sweep_record import Method, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, lowest, number_cell, text_cell
 
@@ -25,6 +29,38 @@ class _LengthBlocks(NamedTuple):
     table: Table
     picture: Picture
     figure: Figure
+
+
+class _Column(NamedTuple):
+    """A column of the table of perplexities.
+
+    Attributes:
+        means: mean over seeds of each method, None without results.
+        losses: clustered losses in bits of each method, None if unknown.
+        best: lowest mean.
+        ties: methods that are not shown to differ from the lowest mean; None if the methods cannot be compared.
+    """
+
+    means: Mapping[str, float | None]
+    losses: Mapping[str, ClusteredScores | None]
+    best: float | None
+    ties: set[str] | None
+
+    @classmethod
+    def compare(cls, means: Mapping[str, float | None], losses: Mapping[str, ClusteredScores | None]) -> "_Column":
+        """Return the column of some means, with the comparison of all methods that have one."""
+        measured = {name: mean for name, mean in means.items() if mean is not None}
+        ties = uncertainty.ties_with_best(measured, losses, is_loss=True)
+        return cls(means, losses, lowest(list(measured.values())), ties)
+
+    def mark(self, cell: Cell, name: str, number_format: str) -> Cell:
+        """Return the cell of a method with half of the 95 % interval, and with a mark if the method is a tie."""
+        losses, mean = self.losses[name], self.means[name]
+        if losses is None or mean is None:
+            return cell
+        low, high = uncertainty.perplexity_interval(mean, losses.estimate())
+        suffix = uncertainty.half_width_text(low, high, number_format)
+        return uncertainty.with_suffix(cell, suffix, name in (self.ties or ()))
 
 
 @dataclass(frozen=True)
@@ -54,7 +90,11 @@ class ComparedModels:
 
 
 def build_content(
-    models: ComparedModels, perplexities: Perplexities, theory: list[Block], published: Sequence[Block] = ()
+    models: ComparedModels,
+    perplexities: Perplexities,
+    theory: list[Block],
+    published: Sequence[Block] = (),
+    lengths: Sequence[Block] = (),
 ) -> ReportContent:
     """Build the report on perplexities.
 
@@ -63,6 +103,7 @@ def build_content(
         perplexities: results.
         theory: blocks on Definition 0.1, the chapter "Does it extrapolate?".
         published: blocks of the comparison with published results; empty without any.
+        lengths: blocks on effective lengths; empty without any.
 
     Returns:
         The chapters; ``other_figures`` has the figure of each further text by its name, and that along the training.
@@ -71,11 +112,22 @@ def build_content(
     main = _over_length(models, perplexities)
     axis = training_axis.training_axis_blocks(perplexities)
     texts = {name: _over_length(models, results, name) for name, results in perplexities.other_texts.items()}
-    over_length = [main.table, *notes, main.picture, *_mean_over_lengths(perplexities)]
+    seeds = _seed_differences(perplexities)
+    over_length = [main.table, *notes, main.picture, *seeds, *_mean_over_lengths(perplexities)]
     # the Markdown has the first and the last block of the comparison: the warning and the published values
     published_values = [published[0], published[-1]] if published else []
     along_training = [axis.table] if axis else []
-    summary = [*notes, *along_training, *(text.table for text in texts.values()), *theory, *published_values]
+    errors = [Text(about_errors)] if (about_errors := _about_errors(perplexities)) else []
+    summary = [
+        *errors,
+        *notes,
+        *seeds,
+        *along_training,
+        *(text.table for text in texts.values()),
+        *theory,
+        *lengths,
+        *published_values,
+    ]
     return ReportContent(
         lead=_lead(models, perplexities),
         parts=[
@@ -88,6 +140,7 @@ def build_content(
             Part("published", "Comparison with published values", published),
             Part("positions", "Loss by position", _loss_by_position(perplexities)),
             Part("verdict", "Does it extrapolate?", theory),
+            effective_length.chapter(lengths),
         ],
         build_measurements=partial(_measurements, perplexities),
         markdown=main.table.to_markdown() + markdown(summary),
@@ -191,18 +244,18 @@ def _perplexity_table(models: ComparedModels, perplexities: Perplexities, on: st
         on: " on" and the name of the text; empty for the training text.
     """
     last, lengths = perplexities.lengths[-1], perplexities.shown_lengths
-    means = {name: perplexities.mean_by_length(name) for name in perplexities.encodings}
-    best = {length: lowest([row.get(length) for row in means.values()]) for length in lengths}
-    best_ratio = lowest([perplexities.final_ratio(name) for name in means])
+    columns = {length: _length_column(perplexities, length) for length in lengths}
+    ratios = _ratio_column(perplexities)
     limits = {
         name: max_length(models.methods[name].positions_eval, perplexities.train_length)
         for name in perplexities.encodings
     }
     rows = []
     for name in perplexities.encodings:
-        cells = _perplexity_cells(perplexities, name, limits[name], best)
+        cells = _perplexity_cells(perplexities, name, limits[name], columns)
         last_ratios = perplexities.ratios_by_length(name).get(last, [])
-        cells.append(cell_with_range(perplexities.final_ratio(name), ".3f", last_ratios, best_ratio))
+        cell = cell_with_range(ratios.means[name], ".3f", last_ratios, ratios.best)
+        cells.append(ratios.mark(cell, name, ".3f"))
         method = models.methods[name]
         spec = f"{method.rpe}, evaluated as {method.rpe_eval}" if method.rpe_eval else method.rpe
         rows.append(TableRow(name, cells, spec if spec != name else ""))
@@ -210,6 +263,8 @@ def _perplexity_table(models: ComparedModels, perplexities: Perplexities, on: st
     caption = f"Perplexity per token{on} by evaluation length, and in the last column the ratio {ratio}."
     if models.seeds > 1:
         caption += " Mean over the seeds; below it the range over seeds."
+    if about_errors := _about_errors(perplexities):
+        caption += f" {about_errors}"
     if len(lengths) < len(perplexities.lengths):
         caption += f" The table has {len(lengths)} of {len(perplexities.lengths):,} lengths; the CSV file has all."
     if any(limit is not None and limit < last for limit in limits.values()):
@@ -218,7 +273,7 @@ def _perplexity_table(models: ComparedModels, perplexities: Perplexities, on: st
 
 
 def _perplexity_cells(
-    perplexities: Perplexities, name: str, limit: int | None, best: Mapping[int, float | None]
+    perplexities: Perplexities, name: str, limit: int | None, columns: Mapping[int, _Column]
 ) -> list[Cell]:
     """Return the cells of one method at each shown length.
 
@@ -226,9 +281,9 @@ def _perplexity_cells(
         perplexities: results on the text.
         name: name of the method.
         limit: number of tokens that the method has positions for; None: any number.
-        best: lowest mean of all methods, by length.
+        columns: means of all methods, by length.
     """
-    means, seeds = perplexities.mean_by_length(name), perplexities.values_by_length(name)
+    seeds = perplexities.values_by_length(name)
     cells = []
     for length in perplexities.shown_lengths:
         if limit is not None and length > limit:
@@ -236,8 +291,99 @@ def _perplexity_cells(
             continue
         values = seeds.get(length, [])
         seed_range = f"{min(values):.2f}–{max(values):.2f}" if len(values) > 1 else ""
-        cells.append(number_cell(means.get(length), ".2f", best[length], seed_range))
+        column = columns[length]
+        cells.append(column.mark(number_cell(column.means[name], ".2f", column.best, seed_range), name, ".2f"))
     return cells
+
+
+def _length_column(perplexities: Perplexities, length: int) -> _Column:
+    """Return the perplexities of all methods at one length."""
+    means = {name: perplexities.mean_by_length(name).get(length) for name in perplexities.encodings}
+    return _Column.compare(means, {name: perplexities.losses_by_length(name).get(length) for name in means})
+
+
+def _is_paired(perplexities: Perplexities, length: int) -> bool:
+    """Return whether all methods with a perplexity at a length have losses of the same segments."""
+    names = [name for name in perplexities.encodings if length in perplexities.mean_by_length(name)]
+    losses = [perplexities.losses_by_length(name).get(length) for name in names]
+    return len({scores and scores.identity for scores in losses}) == 1 and None not in losses
+
+
+def _ratio_column(perplexities: Perplexities) -> _Column:
+    """Return the ratios of the perplexity at the longest length to that at the training length."""
+    means = {name: perplexities.final_ratio(name) for name in perplexities.encodings}
+    changes: dict[str, ClusteredScores | None] = {}
+    for name in means:
+        losses = perplexities.losses_by_length(name)
+        start, end = losses.get(perplexities.train_length), losses.get(perplexities.lengths[-1])
+        is_paired = start is not None and end is not None and start.identity == end.identity
+        changes[name] = end.minus(start) if is_paired else None
+    return _Column.compare(means, changes)
+
+
+def _about_errors(perplexities: Perplexities) -> str:
+    """Return in words what ± and the mark of the table are; nothing if no result has segments."""
+    losses = [
+        by_length for name in perplexities.encodings for by_length in perplexities.losses_by_length(name).values()
+    ]
+    if not losses:
+        return ""
+    clusters = uncertainty.describe_clusters(losses)
+    seeds = max(
+        len(values) for name in perplexities.encodings for values in perplexities.values_by_length(name).values()
+    )
+    of = "these trained models, whose losses are averaged over the seeds" if seeds > 1 else "these trained models"
+    text = f"±: half of the 95 % interval over {clusters}, for {of}."
+    if len(perplexities.encodings) > 1:
+        text += (
+            f" {uncertainty.TIE_MARK}: not shown to differ from the lowest value of the column ({clusters}, paired; "
+            "Holm's correction for the methods of the column, p ≥ 0.05)."
+        )
+        if not all(_is_paired(perplexities, length) for length in perplexities.shown_lengths):
+            text += " Columns in which not all methods have losses of the same segments have no such mark."
+    return text
+
+
+def _seed_differences(perplexities: Perplexities) -> list[Block]:
+    """Build the table of differences between methods over seeds; nothing for one seed or one method.
+
+    Seeds of two methods are paired, because they have the order of the data and the initial weights in common.
+    """
+    lengths = dict.fromkeys((perplexities.train_length, perplexities.lengths[-1]))
+    columns = {length: _seed_ratios(perplexities, length) for length in lengths}
+    seeds = max((ratio.clusters for column in columns.values() for ratio in column.values()), default=0)
+    if seeds < 2:
+        return []
+    rows = []
+    for name in perplexities.encodings:
+        cells = []
+        for column in columns.values():
+            ratio = column.get(name)
+            text = "lowest" if ratio is None else f"{2**ratio.mean:.3f} ({2**ratio.low:.3f} to {2**ratio.high:.3f})"
+            cells.append(text_cell(text) if column else text_cell(None))
+        rows.append(TableRow(name, cells))
+    caption = (
+        f"Perplexity divided by the lowest one of the column, geometric mean over {seeds} seeds, and its 95 % t "
+        "interval over the seeds, which covers the variation between trainings and not the choice of the text. An "
+        "interval with 1 in it shows no difference of the methods."
+    )
+    return [Table(caption, ["encoding", *(f"at {length}" for length in lengths)], rows)]
+
+
+def _seed_ratios(perplexities: Perplexities, length: int) -> dict[str, Estimate]:
+    """Return log2 of the ratio of each method's perplexity to the lowest one, over the seeds that both have."""
+    by_seed = {
+        name: {row.seed: row.result.ppl for row in perplexities.results_for(name) if row.result.length == length}
+        for name in perplexities.encodings
+    }
+    means = {name: perplexities.mean_by_length(name).get(length, math.inf) for name in by_seed}
+    best = min(means, key=means.__getitem__)
+    ratios = {}
+    for name, values in by_seed.items():
+        shared = values.keys() & by_seed[best].keys()
+        if name != best and len(shared) > 1:
+            ratios[name] = mean_over_seeds([math.log2(values[seed] / by_seed[best][seed]) for seed in sorted(shared)])
+    return ratios
 
 
 def _mean_over_lengths(perplexities: Perplexities) -> list[Block]:
@@ -301,12 +447,16 @@ def _measurements(perplexities: Perplexities) -> Table:
     titles = {"seconds": "seconds", "peak_mb": "peak memory (MiB)", "engine": "engine"}
     costs = [key for key in titles if any(getattr(row.result, key) is not None for row in perplexities.results)]
     head = ["encoding", "seed", "length", "perplexity", "bits per token", "ratio", "tokens"]
+    errors = [uncertainty.perplexity_columns(row.result) for row in perplexities.results]
+    has_errors = any(clusters is not None for *_, clusters, _ in errors)
+    head += uncertainty.error_titles() if has_errors else []
     rows = []
-    for row in perplexities.results:
+    for row, columns in zip(perplexities.results, errors, strict=True):
         r = row.result
         cells = [Cell(str(row.seed), row.seed), Cell(str(r.length), r.length)]
         cells += [number_cell(r.ppl, ".4f"), number_cell(r.loss_base2, ".5f"), number_cell(row.ratio, ".4f")]
         cells.append(number_cell(r.tokens, ",d"))
+        cells += uncertainty.error_cells(columns, ".4f") if has_errors else []
         for key in costs:
             value = getattr(r, key)
             cells.append(number_cell(value, ".1f") if isinstance(value, (int, float)) else text_cell(value))

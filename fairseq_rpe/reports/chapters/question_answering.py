@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from matplotlib.figure import Figure
 
 from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.figures import score_curves
-from fairseq_rpe.reports.chapters import examples, published_comparison
+from fairseq_rpe.reports import uncertainty
+from fairseq_rpe.reports.chapters import effective_length, examples, published_comparison
 from fairseq_rpe.reports.chapters.training import TrainedRun
 from fairseq_rpe.reports.page import Block, Part, Picture, ReportContent, Text, markdown, svg_picture
 from fairseq_rpe.reports.question_scores import MEAN, Scores, published_axis, published_mean
+from fairseq_rpe.reports.uncertainty import ClusteredScores
 from fairseq_rpe.sweeps.sweep_record import Published, SweepFolder, SweepRecord
 from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, number_cell, text_cell
 
@@ -19,11 +22,13 @@ _MAX_METRICS = 2  # a set with at most so many metrics has a table for each
 _MIN_ABBREVIATED = 5  # a metric of at least so many sets is named without its sets
 # method -> value of each seed, for one column of a table
 _ColumnValues = Callable[[str], list[float]]
+# method -> its scores by question, or None if they are unknown
+_ColumnScores = Callable[[str], ClusteredScores | None]
 _CAUTION = "Published values cannot be compared one by one: the page lists what differs or is not stated."
 
 
 def build_content(
-    folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], scores: Scores
+    folder: SweepFolder, record: SweepRecord, runs: Sequence[TrainedRun], scores: Scores, lengths: Sequence[Block] = ()
 ) -> ReportContent:
     """Build the report of a sweep over questions.
 
@@ -32,6 +37,7 @@ def build_content(
         record: its record.
         runs: runs of the pre-training, then fine-tuned runs.
         scores: results.
+        lengths: blocks on effective lengths; empty without any.
 
     Returns:
         The chapters.
@@ -43,11 +49,12 @@ def build_content(
         lead=_lead(record, scores),
         parts=[
             Part("scores", "Scores", [*tables, *published, _picture(figure, scores), note]),
+            effective_length.chapter(lengths),
             Part("examples", "Which questions fail?", examples.question_blocks(folder, record, scores)),
             Part("published", "Comparison with published values", published_comparison.comparison_blocks(record, runs)),
         ],
         build_measurements=partial(_measurements, scores),
-        markdown=markdown([*tables, *published, note, *caution]).lstrip(),
+        markdown=markdown([*tables, *published, note, *lengths, *caution]).lstrip(),
         figure=figure,
     )
 
@@ -79,12 +86,16 @@ def _set_table(record: SweepRecord, scores: Scores, length: int) -> Table:
     columns = {label: _column(scores, label, length) for label in scores.sets}
     published = record.published if published_axis(record.published) == "set" else None
     averaged = scores.sets_in_mean()
+    by_question: dict[str, _ColumnScores] = {
+        label: partial(scores.clustered_scores, label, length=length) for label in scores.sets
+    }
     if len(scores.sets) > 1:
         columns[MEAN] = lambda method: scores.set_means(method).get(length, [])
+        by_question[MEAN] = partial(scores.clustered_set_means, length=length)
     caption = f"Score in % on {length} tokens ({_metric_text(scores)})."
     if 1 < len(averaged) < len(scores.sets):
         caption += f" Mean of {', '.join(averaged)}."
-    return _table(scores, columns, caption, _published_means(published, scores, averaged))
+    return _table(scores, columns, caption, _published_means(published, scores, averaged), by_question)
 
 
 def _column(scores: Scores, label: str, length: int, metric: str | None = None) -> _ColumnValues:
@@ -118,6 +129,10 @@ def _length_table(record: SweepRecord, scores: Scores, label: str, metric: str) 
     """Return the table of methods × context lengths on a set, with their mean and the published mean."""
     columns = {str(length): _column(scores, label, length, metric) for length in scores.lengths}
     columns[MEAN] = lambda method: scores.seed_means(label, method, metric)
+    by_question: dict[str, _ColumnScores] = {}
+    if metric == scores.set_metric(label):
+        by_question = {str(length): partial(scores.clustered_scores, label, length=length) for length in scores.lengths}
+        by_question[MEAN] = partial(scores.clustered_scores, label)
     by_length = published_axis(record.published) == "length"
     is_comparable = by_length and len(scores.sets) == 1 and metric == scores.set_metric(label)
     published = record.published if is_comparable else None
@@ -127,7 +142,8 @@ def _length_table(record: SweepRecord, scores: Scores, label: str, metric: str) 
     )
     if limits := _position_limits(record, scores):
         caption += f" Positions end: {', '.join(f'{name} at {limit}' for name, limit in limits.items())}."
-    return _table(scores, columns, caption, _published_means(published, scores, list(map(str, scores.lengths))))
+    means = _published_means(published, scores, list(map(str, scores.lengths)))
+    return _table(scores, columns, caption, means, by_question)
 
 
 def _position_limits(record: SweepRecord, scores: Scores) -> dict[str, int]:
@@ -161,7 +177,11 @@ def _seed_values(values: Mapping[str, list[float]], method: str) -> list[float]:
 
 
 def _table(
-    scores: Scores, columns: Mapping[str, _ColumnValues], caption: str, published_means: Mapping[str, float | None]
+    scores: Scores,
+    columns: Mapping[str, _ColumnValues],
+    caption: str,
+    published_means: Mapping[str, float | None],
+    by_question: Mapping[str, _ColumnScores] = MappingProxyType({}),
 ) -> Table:
     """Return a table of means over seeds.
 
@@ -170,26 +190,47 @@ def _table(
         columns: values of each column by its title.
         caption: caption.
         published_means: published mean by method, for the last column; empty: no such column.
+        by_question: scores by question of the columns that have them.
     """
     cells: dict[str, list[Cell]] = {name: [] for name in scores.methods}
-    several_seeds = False
+    several_seeds = is_incomplete = False
+    compared: list[ClusteredScores] = []
     for title, values_of_method in columns.items():
         seeds = {name: values_of_method(name) for name in scores.methods}
         means = {name: _mean(values) for name, values in seeds.items()}
         best = _highest(means.values())
         several_seeds |= any(len(values) > 1 for values in seeds.values())
+        errors = {name: by_question[title](name) if title in by_question else None for name in seeds}
+        compared += [own_scores for own_scores in errors.values() if own_scores is not None]
+        measured = {name: mean for name, mean in means.items() if mean is not None}
+        ties = uncertainty.ties_with_best(measured, errors)
+        is_incomplete |= ties is None
         for name, values in seeds.items():
             if title == MEAN:
                 cell = cell_with_range(means[name], ".2f", values, best)
             else:
                 seed_range = f"{min(values):.2f}–{max(values):.2f}" if len(values) > 1 else ""
                 cell = number_cell(means[name], ".2f", best, seed_range)
+            own_scores = errors[name]
+            if own_scores is not None and means[name] is not None:
+                estimate = own_scores.estimate()
+                suffix = uncertainty.half_width_text(estimate.low, estimate.high, ".2f")
+                cell = uncertainty.with_suffix(cell, suffix, name in (ties or ()))
             cells[name].append(cell)
     if published_means:
         for name in scores.methods:
             cells[name].append(number_cell(published_means.get(name), ".2f"))
     if several_seeds:
         caption += " Mean over the seeds; next to it the range over seeds."
+    if compared:
+        caption += f" ±: half of the 95 % interval over {uncertainty.describe_clusters(compared)}."
+        if len(scores.methods) > 1:
+            caption += (
+                f" {uncertainty.TIE_MARK}: not shown to differ from the largest value of the column (the same "
+                "questions, paired; Holm's correction for the methods of the column, p ≥ 0.05)."
+            )
+        if is_incomplete:
+            caption += " Columns in which a method lacks the scores of single questions have no such mark."
     head = ["method", *columns, *(["published mean"] if published_means else [])]
     return Table(caption, head, [TableRow(name, row) for name, row in cells.items()], best_label="largest")
 
@@ -310,6 +351,7 @@ def _lead(record: SweepRecord, scores: Scores) -> list[str]:
 
 def _measurements(scores: Scores) -> Table:
     """Return the table with a row for each result."""
+    has_errors = any(row.result.question_scores is not None for row in scores.results)
     rows = []
     for row in scores.results:
         r = row.result
@@ -317,8 +359,10 @@ def _measurements(scores: Scores) -> Table:
         cells = [Cell(str(row.seed), row.seed), Cell(r.set), Cell(str(r.length), r.length), Cell(r.published)]
         cells += [number_cell(r.score, ".3f"), text_cell(others)]
         cells += [Cell(f"{count:,}", count) for count in (r.questions, r.truncated_documents, r.empty)]
+        cells += uncertainty.error_cells(uncertainty.question_columns(r), ".3f") if has_errors else []
         rows.append(TableRow(row.method, [*cells, number_cell(r.seconds, ".1f")]))
     head = ["method", "seed", "set", "length", "metric", "score", "others", "questions", "truncated", "empty"]
+    head += uncertainty.error_titles() if has_errors else []
     return Table("Contents of scores.csv, and costs of each measurement.", [*head, "seconds"], rows, is_folded=True)
 
 
