@@ -330,7 +330,8 @@ def test_algorithmic_sweep_has_exact_match_and_no_perplexity(algorithmic):
     assert same == {"sequences per update": "yes", "updates": "yes"} and "betas" in page.same()
     with open(algorithmic / "accuracy.csv", newline="") as file:
         expected = [[r[k] for k in ("seed", "items", "examples", "right", "accuracy")] for r in csv.DictReader(file)]
-    assert page.values["Contents of accuracy.csv."][1:] == expected and len(expected) == 16
+    _, *rows = page.values["Contents of accuracy.csv."]
+    assert [row[:5] for row in rows] == expected and len(expected) == 16
 
 
 def test_delta_is_refused_for_it_before_anything_is_written(algorithmic, tmp_path_factory, capsys):
