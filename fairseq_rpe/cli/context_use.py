@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> None:
     request = from_attributes(context_use.ContextUseRequest, args)
     check_output(args.out, (_RESULTS, _CSV, _MARKDOWN, _PNG, _PDF))
     results = context_use.measure_context_use(request, subjects, args.out / _RESULTS)
-    text = context_use.context_use_table(results).to_markdown()
+    table = context_use.context_use_table(results)
+    text = f"{table.caption}\n\n{table.to_markdown()}"
     print(text)
     atomic_write(args.out / _CSV, csv_text(context_use.COLUMNS, context_use.csv_rows(results)))
     atomic_write(args.out / _MARKDOWN, text)

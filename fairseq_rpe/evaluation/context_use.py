@@ -250,7 +250,9 @@ def context_use_table(results: Sequence[ContextUseResult]) -> Table:
         cells = [_loss_cell(by_distance.get(distance)) for distance in (*distances, None)]
         rows.append(TableRow(r.encoding, [number_cell(r.length, "d"), *cells]))
     header = ["encoding", "length", *(str(d) if d == 1 else f"{d}–{2 * d - 1}" for d in distances), "new"]
-    return Table("Loss in bits by the distance of the last occurrence", header, rows)
+    caption = "Loss in bits by the distance of the last occurrence; ±: one standard error, clustered by "
+    caption += " or ".join(sorted({r.cluster for r in results}))
+    return Table(f"{caption}.", header, rows)
 
 
 def _loss_cell(bucket: DistanceBucket | None) -> Cell:
