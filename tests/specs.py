@@ -52,6 +52,7 @@ SPECS = {
         "longrope:factors=yarn,factor=4,original_length=64,start_tokens=5,short=scaled,rotary_fraction=0.5",
     ],
     "clex": ["clex:original_length=64"],
+    "fope": ["fope:original_length=64", "fope:original_length=64,padding=code"],
     "xpos": ["xpos", "xpos:scale_base=16", "xpos:decay=0.98,rotary_fraction=0.5,interleaved=false"],
     "tisa": ["tisa"],
     "tupe": ["tupe", "tupe:relative=true"],
@@ -86,8 +87,13 @@ CONTENT = {
         "dape:base=fire",
         "dape:base=rope",
         "dape:base=rope,rope_base=500,rotary_fraction=0.5,interleaved=true",
+        "dape:kernel=3",
     ],
     "forgetting": ["forgetting", "forgetting:gate=bias"],
+    "pairwise_forgetting": ["pairwise_forgetting"],
+    "grape_a": ["grape_a", "grape_a:gate=query", "grape_a:gate=both,unit_vectors=false"],
+    "stick_breaking": ["stick_breaking", "stick_breaking:attend_self=true,remainder=value"],
+    "selective": ["selective", "selective:base=kerple_log"],
 }
 SPECS |= CONTENT
 CONTENT_SPECS = [spec for specs in CONTENT.values() for spec in specs]
@@ -127,6 +133,8 @@ CAPABILITIES: dict[str, Callable[[Encoding], object]] = {
     "needs_token_ids": lambda encoding: encoding.needs_token_ids,
     "content_bias": lambda encoding: _content_bias_type(encoding),
     "transform_scores": _overrides("transform_scores"),
+    "has_key_state": lambda encoding: encoding.has_key_state,
+    "returns_log_weights": lambda encoding: encoding.returns_log_weights,
     "relative_values": lambda encoding: encoding.relative_values(Positions.arange(2)) is not None,
     "token_features": _overrides("token_features"),
     "prepare_positions": _overrides("prepare_positions"),

@@ -317,7 +317,12 @@ ELSEWHERE = {
     option: f"a whole number from 1 to {most}"
     for option, most in (
         *(("sensitivity --head-width", 10**9), ("bias --width", 65536), ("bias --length", 2**24)),
-        *(("verdict --layers", 1024), ("trf --layers", 1024), ("plan --vocabulary", 10**9), ("passkey --depths", 10**9)),
+        *(
+            ("verdict --layers", 1024),
+            ("trf --layers", 1024),
+            ("plan --vocabulary", 10**9),
+            ("passkey --depths", 10**9),
+        ),
     )
 }
 

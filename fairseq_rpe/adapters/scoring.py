@@ -17,6 +17,7 @@ from fairseq_rpe.adapters.attention_interface import (  # first, because it chec
 
 # isort: split
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,7 +25,13 @@ from transformers import PreTrainedModel
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.tokenization import EOS
-from fairseq_rpe.evaluation.loss_aggregation import add_units, check_all_scored, peak_memory_mb, text_result
+from fairseq_rpe.evaluation.loss_aggregation import (
+    SegmentSums,
+    add_units,
+    check_all_scored,
+    peak_memory_mb,
+    text_result,
+)
 from fairseq_rpe.evaluation.records import BATCH_TOKENS, TextKey, TextResult, default_draws, resume_results
 from fairseq_rpe.modules.cross_entropy import target_losses
 from fairseq_rpe.utils.progress import Progress
@@ -67,7 +74,9 @@ def evaluate(
     """
     head = _head(model)
     text, digest, units = _text(data, split)
-    scorer = _Scorer(model, head, torch.cat([torch.tensor([_first_token(model, data, start)]), text]), max_tokens)
+    ends = corpus.document_ends_if_recorded(Path(data), split) if isinstance(data, (str, Path)) else None
+    stream = torch.cat([torch.tensor([_first_token(model, data, start)]), text])
+    scorer = _Scorer(model, head, stream, ends, max_tokens)
     scorer.check_ids()
     scorer.check_lengths(lengths)
     adapter = getattr(base_model(model), NAME, None)
@@ -149,12 +158,14 @@ class _Scorer:
         model: the model, with its head.
         head: (V, C) weight of the output layer.
         stream: (T + 1,) token ids on the CPU: the first token, and the text of T tokens.
+        document_ends: (documents,) int64 ends of the documents in tokens; None if they are not known.
         max_tokens: tokens per batch, at least one block; None: 2048.
     """
 
     model: Any
     head: Tensor
     stream: Tensor
+    document_ends: np.ndarray | None
     max_tokens: int | None
 
     def check_ids(self) -> None:
@@ -182,20 +193,24 @@ class _Scorer:
         device = next(self.model.parameters()).device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        segments = SegmentSums(tokens, self.document_ends, self.head.device)
         with Progress(f"length {key.length}", "tokens", tokens) as bar:
-            nats, count = self._losses_by_position(key.length, bar.update)
+            nats, count = self._losses_by_position(key.length, bar.update, segments)
         result = text_result(key, nats, count)
         check_all_scored(result, tokens)
         seconds, peak = round(time.monotonic() - start_time, 3), round(peak_memory_mb(device.type), 1)
-        return replace(result, seconds=seconds, peak_mb=peak)
+        return replace(result, seconds=seconds, peak_mb=peak, segments=segments.pack(key.length, draws=1))
 
     @torch.no_grad()
-    def _losses_by_position(self, length: int, on_tokens: Callable[[int], Any]) -> tuple[Tensor, Tensor]:
+    def _losses_by_position(
+        self, length: int, on_tokens: Callable[[int], Any], segments: SegmentSums
+    ) -> tuple[Tensor, Tensor]:
         """Sum the losses of the targets at each position of a block.
 
         Args:
             length: tokens of a block.
             on_tokens: called with the number of targets of each batch.
+            segments: sums by segment, to which the losses are added.
 
         Returns:
             Sums of losses in nats (length,) float64, and numbers of targets (length,) int64.
@@ -203,12 +218,16 @@ class _Scorer:
         nats, count = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.int64)
         rows, device = max(1, (self.max_tokens or BATCH_TOKENS) // length), self.head.device
         base, (factor, softcap) = base_model(self.model), _logit_scaling(self.model.config)
+        scored = 0
         for inputs, targets in _blocks(self.stream, length, rows):
             states = base(input_ids=inputs.to(device), use_cache=False).last_hidden_state  # (B, n, C)
             states = states.flatten(0, 1) * factor
             losses = target_losses(states, self.head, targets.flatten().to(device), softcap).view(targets.shape)
             nats[: targets.shape[1]] += losses.double().sum(0).cpu()
             count[: targets.shape[1]] += len(targets)
+            begins = scored + targets.shape[1] * torch.arange(len(targets))  # (B,)
+            segments.add(begins, losses, torch.ones_like(targets, dtype=torch.bool))
+            scored += targets.numel()
             on_tokens(targets.numel())
         return nats, count
 

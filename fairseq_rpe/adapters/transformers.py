@@ -282,6 +282,8 @@ def _check_inputs(encoding: Encoding, spec: str) -> None:
     """Refuse an encoding that needs more than transformers passes to attention."""
     if encoding.needs_token_ids:
         raise UserError(f"'{spec}' reads the tokens, which attention of transformers is not told: use another encoding")
+    if encoding.has_key_state:
+        raise UserError(f"'{spec}' keeps a state of the keys, which caches of transformers do not store: use another")
     if encoding.has_token_features:
         raise UserError(f"'{spec}' reads a layer's input, which transformers' attention is not given: use another one")
 

@@ -239,10 +239,18 @@ class _Inputs:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, backend: Backend) -> list[Tensor]:
         """Return the output of each call: (B, H, n, D), or (B, H, 1, D) of each of the last queries."""
         n, outputs = q.shape[2], []
+        states: list[Tensor | None] = [None]  # of the keys, for an encoding whose queries change one
+        if self.is_cached and encoding.has_key_state:
+            m = n - DECODE_STEPS
+            first = q[:, :, :m], k[:, :, :m], v[:, :, :m]
+            positions = Positions(self.positions.k[:, :m], self.positions.k[:, :m])
+            plan = build_plan(encoding, positions, self.padding, BACKENDS["reference"])
+            run_attention(*first, replace(plan, store_key_state=states.append))
         for m in range(n - DECODE_STEPS + 1, n + 1) if self.is_cached else (n,):
             positions = _last(self.positions, m) if self.is_cached else self.positions
             query = q[:, :, m - 1 : m] if self.is_cached else q
             plan = build_plan(encoding, positions, self.padding, backend)
+            plan = replace(plan, key_state=states[-1], store_key_state=states.append)
             features = compute_token_features(self.x[:, :m].to(q.dtype), plan)
             outputs.append(run_attention(query, k[:, :, :m], v[:, :, :m], plan, 0.0, features))
         return outputs

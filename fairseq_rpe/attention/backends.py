@@ -29,7 +29,7 @@ class Backend:
     Attributes:
         attend: function that computes attention, with the arguments of ``__call__``.
         supports_pruning: whether it accepts plans with pruning.
-        supports_all_scores: whether it has all scores and weights of a query, which an encoding's ``transform_scores``
+        supports_all_scores: whether it has all scores and weights of a query, which an encoding's transforms of scores
             and ``relative_values`` need.
         supports_content_bias: whether it adds an encoding's ``content_bias``.
     """

@@ -3,6 +3,9 @@
 Plain torch operations compute each block once in the forward pass, and again with gradients in the backward pass. The
 gradients of a block are added in place to those of the whole tensors. Autograd would create a tensor of zeros of full
 size for each block's slice of the keys, which takes longer than the attention.
+
+Where queries update a state of the keys, each block starts with the state after the block before it. The forward pass
+stores the state at the border of each two blocks, and the backward pass goes through the blocks in reverse order.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,9 +46,11 @@ def attend_in_blocks(
         (B, H, n, D).
     """
     batch, heads, n, _ = q.shape
-    rows, block_heads = _block_size(q, k, plan.transform_scores is not None, dropout > 0)
+    rows, block_heads = _block_size(q, k, plan.transforms_scores, dropout > 0)
     if plan.window is not None and plan.window < n:
         rows, block_heads = WINDOW_ROWS, heads
+    if plan.store_key_state is not None and torch.is_grad_enabled():
+        rows = n  # later calls may need the gradient of the state, which the backward pass of blocks does not take
     if rows >= n and block_heads >= heads:  # one block, whose graph may stay in memory
         shape = batch, heads, n, k.shape[2]
         return attend(q, k, v, plan, keep_block(seed, 0, n, shape, dropout, q.device) if dropout > 0 else None)
@@ -125,6 +130,17 @@ class _Blocks:
             for head in range(0, heads, block_heads):
                 yield slice(start, min(start + block_rows, n)), slice(head, min(head + block_heads, heads))
 
+    def state_memory(self, q: Tensor, needs_grad: bool) -> Tensor | None:
+        """Return memory (blocks, B, 1, m, E) for the states before the blocks, or None if nothing is stored.
+
+        In one piece, as small tensors between those of the blocks, which grow, would leave gaps that no block fits in.
+        """
+        width, (batch, _, _, m) = self.plan.key_state_width, self.shape
+        if not width or not needs_grad:
+            return None
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.new_empty(len(list(self)), batch, 1, m, width, dtype=dtype)
+
     def slices(self, tensors: tuple[Tensor, ...], rows: slice, heads: slice) -> list[Tensor]:
         """Return the slice of each tensor that a block reads."""
         token_slices = {"rows": rows, "keys": self.plan.visible_keys(rows.start, rows.stop)}
@@ -137,8 +153,13 @@ class _Blocks:
             sliced.append(x)
         return sliced
 
-    def __call__(self, tensors: list[Tensor], rows: slice, heads: slice) -> Tensor:
-        """Compute a block (B, h, R, D) from the slices of its tensors."""
+    def __call__(
+        self, tensors: list[Tensor], rows: slice, heads: slice, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute a block (B, h, R, D), and the state of the keys after it, or None, from the slices of its tensors.
+
+        ``state`` (B, 1, K, E) is that after the queries before the block, or None.
+        """
         q, k, v, *others = tensors
         remaining = iter(others)
         bias = None if self.plan.bias is None else self.plan.bias.tree_unflatten(remaining)
@@ -146,12 +167,14 @@ class _Blocks:
         values = None if values is None else replace(values, vectors=next(remaining))
         keys = self.plan.visible_keys(rows.start, rows.stop)
         plan = replace(self.plan, bias=None).select(rows, keys)
-        plan = replace(plan, bias=bias, relative_values=values)
+        stored: list[Tensor] = []
+        plan = replace(plan, bias=bias, relative_values=values, key_state=state, store_key_state=stored.append)
         keep = None
         if self.dropout > 0:
             keep = keep_block(self.seed, rows.start, rows.stop, self.shape, self.dropout, q.device)
             keep = keep[:, heads, :, keys.start :]
-        return self.attend(q, k, v, plan, keep)
+        out = self.attend(q, k, v, plan, keep)
+        return out, stored[0] if stored else None
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -161,11 +184,18 @@ class BlockwiseAttention(torch.autograd.Function):
     def forward(ctx: Any, blocks: _Blocks, *tensors: Tensor) -> Tensor:
         """Compute the output and save what the backward pass needs."""
         out = torch.empty_like(tensors[0])
-        for rows, heads in blocks:
-            out[:, heads, rows] = blocks(blocks.slices(tensors, rows, heads), rows, heads)
+        state, states = blocks.plan.key_state, []  # before each block; all None without a state of keys
+        memory = blocks.state_memory(tensors[0], any(ctx.needs_input_grad))
+        for index, (rows, heads) in enumerate(blocks):
+            if state is not None and memory is not None:
+                state = memory[index, :, :, : state.shape[2]].copy_(state)
+            states.append(state)
+            out[:, heads, rows], state = blocks(blocks.slices(tensors, rows, heads), rows, heads, state)
+        if blocks.plan.store_key_state is not None and state is not None:
+            blocks.plan.store_key_state(state)
         # parameters are not saved: saved tensors may come back as copies, and ``transform_scores`` uses the originals
         ctx.save_for_backward(*tensors[: len(tensors) - len(blocks.plan.transform_parameters)])
-        ctx.blocks = blocks
+        ctx.blocks, ctx.states = blocks, states
         return out
 
     @staticmethod
@@ -177,7 +207,7 @@ class BlockwiseAttention(torch.autograd.Function):
         _, heads, n, _ = blocks.shape
 
         def formula(*tensors: Tensor) -> Tensor:
-            return blocks([*tensors, *parameters], slice(0, n), slice(0, heads))
+            return blocks([*tensors, *parameters], slice(0, n), slice(0, heads), blocks.plan.key_state)[0]
 
         saved = tuple(ctx.saved_tensors)  # may be unpacked only once, under activation checkpointing
 
@@ -203,16 +233,23 @@ class BlockwiseAttention(torch.autograd.Function):
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if need else x
             for x, need in zip(tensors, needs, strict=True)
         ]
-        for rows, heads in blocks:
+        state_grad: Tensor | None = None  # of the state after a block
+        for (rows, heads), state in reversed(list(zip(blocks, ctx.states, strict=True))):
             sliced = blocks.slices(tensors, rows, heads)[: len(saved)]
             inputs = [x.detach().requires_grad_(need) for x, need in zip(sliced, needs, strict=False)]
             inputs += parameters
+            state = None if state is None else state.detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-                out = blocks(inputs, rows, heads)
+                out, next_state = blocks(inputs, rows, heads, state)
+            outputs, output_grads = [out], [grad[:, heads, rows]]
+            if next_state is not None and state_grad is not None:
+                outputs, output_grads = [out, next_state], [*output_grads, state_grad]
             differentiated = [x for x, need in zip(inputs, needs, strict=True) if need]
-            grads = iter(torch.autograd.grad(out, differentiated, grad[:, heads, rows], allow_unused=True))
+            differentiated += [] if state is None else [state]
+            grads = iter(torch.autograd.grad(outputs, differentiated, output_grads, allow_unused=True))
             for grad_sum, need in zip(blocks.slices(tuple(grad_sums), rows, heads), needs, strict=True):
                 if need and (block_grad := next(grads)) is not None:
                     grad_sum += block_grad
+            state_grad = next(grads, None)
         triples = zip(grad_sums, tensors, needs, strict=True)
         return tuple(grad_sum.to(x.dtype) if need else None for grad_sum, x, need in triples)

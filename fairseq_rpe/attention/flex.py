@@ -26,7 +26,7 @@ from fairseq_rpe.core.bias import (
     SumBias,
 )
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.score_mod import ScoreMod
+from fairseq_rpe.core.score_mod import ScoreMod, has_long_products
 from fairseq_rpe.core.score_mod import score_mod as bias_score_mod
 
 BLOCK = 128  # queries, and keys, of a block of the mask
@@ -112,7 +112,7 @@ def refusal_reason(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout
 
 def unsupported_reason(plan: AttentionPlan) -> str | None:
     """Return why this backend supports an encoding on no device; None if it supports it on some."""
-    if plan.transform_scores is not None or plan.relative_values is not None:
+    if plan.transforms_scores or plan.relative_values is not None:
         return "this encoding needs all scores of a query, which backend 'flex' never holds: use 'sdpa'"
     if _has_products(plan.bias):
         return "backend 'flex' has no products of queries, keys and vectors of their distance: use 'sdpa'"
@@ -135,10 +135,10 @@ def cpu_only_reason(plan: AttentionPlan) -> str | None:
 
 
 def _has_products(bias: Bias | None) -> bool:
-    """Return whether the bias is a product of query, key and a vector of their distance."""
+    """Return whether the bias is a product of query, key and a vector of their distance, of many elements."""
     if isinstance(bias, SumBias):
         return any(map(_has_products, bias.terms))
-    return isinstance(bias, QueryKeyTableBias)
+    return isinstance(bias, QueryKeyTableBias) and has_long_products(bias)
 
 
 def _max_columns(bias: Bias | None) -> int:

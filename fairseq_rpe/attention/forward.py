@@ -23,18 +23,19 @@ BiasCache = MutableMapping[int, Any]
 
 
 def positions_from_padding(
-    padding: Tensor, n: int, length_dependent: bool, dtype: torch.dtype = torch.float32
+    padding: Tensor, n: int, masks_end: bool, dtype: torch.dtype = torch.float32
 ) -> tuple[Positions, Tensor | None]:
     """Return the positions of the last n of m tokens, and the padding that attention must hide.
 
     Padding at the end of a row needs no mask: causality hides it from every real token. If all padding is there,
-    positions count all tokens, unless the encoding depends on the row's length. Otherwise padding is masked, and
-    positions do not count it: a padded row has the positions of the same row without padding.
+    positions count all tokens, unless the encoding depends on the row's length, or queries change the state of keys.
+    Otherwise padding is masked, and positions do not count it: a padded row has the positions of the same row without
+    padding.
 
     Args:
         padding: (B, m) bool, True at tokens that are padding.
         n: number of queries.
-        length_dependent: whether the encoding changes with the length of the row.
+        masks_end: whether padding at the end is masked too, see :func:`needs_end_mask`.
         dtype: dtype of the positions, float32 or float64.
 
     Returns:
@@ -45,13 +46,18 @@ def positions_from_padding(
     if not padding.any():
         return plain, None
     has_padding_before_a_token = padding[:, :-1] & ~padding[:, 1:]  # (B, m - 1)
-    if not (length_dependent or has_padding_before_a_token.any()):
+    if not (masks_end or has_padding_before_a_token.any()):
         return plain, None
     k = (torch.cumsum(~padding, dim=1) - 1).clamp_min(0).to(dtype)  # (B, m)
     # positions are contiguous if index minus position is one number for all real tokens of a row
     shift = (plain.k - k).masked_fill(padding, torch.nan)
     spread = (shift - shift.nan_to_num(torch.inf).amin(1, keepdim=True)).nan_to_num(0.0)
     return Positions(k[:, m - n :], k, 1.0, contiguous=not bool(spread.any())), padding
+
+
+def needs_end_mask(encoding: Encoding) -> bool:
+    """Return whether padding at the end of a row must be masked, so that it does not change the row's results."""
+    return encoding.length_dependent or encoding.has_key_state
 
 
 def positions_from_documents(documents: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Positions, Tensor]:
@@ -130,13 +136,16 @@ def build_plan(
     if options.block:
         last_query = _hide_other_blocks(positions, options.block, last_query)
     parameters: tuple[Tensor, ...] = ()
-    if encoding.transform_scores is not None:
+    if encoding.transform_scores is not None or encoding.has_key_state:
         parameters = tuple(p for p in encoding.parameters() if p.requires_grad)
     return AttentionPlan(
         positions=positions,
         bias=bias,
         padding=padding,
         transform_scores=encoding.transform_scores,
+        transform_scores_with_state=encoding.transform_scores_with_state if encoding.has_key_state else None,
+        key_state_width=encoding.key_state_width,
+        returns_log_weights=encoding.returns_log_weights,
         rotate=rotate,
         backend=backend,
         max_queries_per_call=encoding.max_queries_per_call,

@@ -2,6 +2,8 @@
 
 import itertools
 import uuid
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from fairseq_rpe.attention.backends import choose_backend
 from fairseq_rpe.attention.forward import (
     build_plan,
     check_separable,
+    needs_end_mask,
     positions_from_documents,
     positions_from_padding,
     run_attention,
@@ -92,9 +95,30 @@ def attend(
     >>> torch.allclose(attend(q[:, :, 5:], k, v, "alibi"), y[:, :, 5:], atol=1e-6)
     True
     """
-    check_shapes(q, k, v, padding)
     if causal is not True:
         raise UserError("attend is causal, as are the encodings: a query sees earlier tokens only; leave causal=True")
+    return _attend(q, k, v, encoding, positions, padding, documents, features, dropout, backend)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding | str,
+    positions: Tensor | Positions | None,
+    padding: Tensor | None,
+    documents: Tensor | None,
+    features: Tensor | None,
+    dropout: float,
+    backend: str,
+    key_state: Tensor | None = None,
+    store_key_state: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """Compute the result of :func:`attend`, which has these arguments, for queries after a state of the keys.
+
+    ``key_state`` and ``store_key_state`` are those of :class:`~.plan.AttentionPlan`.
+    """
+    check_shapes(q, k, v, padding)
     check_probability("dropout", dropout)
     _check_encoding_type(encoding)
     heads, width = q.shape[1], q.shape[3]
@@ -114,10 +138,12 @@ def attend(
     elif positions is not None:
         pos = validate_positions(positions, module, q, m)
     elif padding is not None:
-        pos, padding = positions_from_padding(padding, n, module.length_dependent, wide)
+        pos, padding = positions_from_padding(padding, n, needs_end_mask(module), wide)
     else:
         pos = Positions.arange(n, m, device=q.device, dtype=wide)
     plan = build_plan(module, pos, padding, chosen, last_query=last_query)
+    if module.has_key_state:
+        plan = replace(plan, key_state=key_state, store_key_state=store_key_state)
     return run_attention(q, k, v, plan, dropout, features)
 
 
@@ -264,21 +290,24 @@ class RelativeAttention(nn.Module):
         if cache is not None:
             layer = (*self._number, canonical(type(self.encoding).__name__, self.encoding.config))
             k, v, features = cache.append(layer, k, v, features)
-        out = attend(
+        states: list[Tensor | None] = [None if cache is None else cache.key_state]
+        out = _attend(
             q,
             k,
             v,
             self.encoding,
-            positions=positions,
-            padding=padding,
-            documents=documents,
-            features=features,
-            dropout=self.dropout if self.training else 0.0,
-            backend=self.backend,
+            positions,
+            padding,
+            documents,
+            features,
+            self.dropout if self.training else 0.0,
+            self.backend,
+            states[0],
+            None if cache is None else states.append,
         )
         if cache is not None:  # only after attend, so that a refused call leaves the cache unchanged
             cache.layer = layer
-            cache.k, cache.v, cache.features = k, v, features
+            cache.k, cache.v, cache.features, cache.key_state = k, v, features, states[-1]
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:

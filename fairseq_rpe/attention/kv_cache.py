@@ -102,6 +102,7 @@ class KVCache:
         k: (B, H, m, D), or None in a new cache.
         v: (B, H, m, D), or None.
         features: (B, H, m, E) for an encoding that has token features, or None.
+        key_state: (B, 1, m, E) for an encoding whose queries change numbers of each key, or None.
         buffers: buffers that k, v and features are views of. Where one is None, as after an assignment to k, the next
             step copies the tensor.
         layer: id of the process, number and encoding of the layer that filled the cache; None in a new cache.
@@ -110,6 +111,7 @@ class KVCache:
     k: Tensor | None = None
     v: Tensor | None = None
     features: Tensor | None = None
+    key_state: Tensor | None = None
     buffers: tuple[GrowableBuffer | None, ...] = field(default=(None, None, None), repr=False)
     layer: tuple[str, int, str] | None = field(default=None, repr=False)
 

@@ -35,7 +35,7 @@ class AttentionPlan:
         content_bias: function of (q, k, positions, features) that returns a bias that depends on them, or None.
         token_features: function of a layer's input that returns ``features`` of ``content_bias``, or None.
         relative_values: relative value vectors, or None.
-        transform_parameters: parameters that ``transform_scores`` uses.
+        transform_parameters: parameters that the transform of scores uses.
         value: function of (values, positions), or None; a cache stores values before it.
         rotation_regions: regions whose pairs are rotated differently, or None; the backend then rotates q and k.
         last_query: (B or 1, m) int64, the index of the last query that may see each key, if documents or blocks share a
@@ -47,6 +47,13 @@ class AttentionPlan:
             hides such keys, so a backend may leave them out, or ignore this.
         cache_window: neither these nor later queries see a key that is this number of tokens or more before them, by
             index, so that a cache may drop it; None: they may, or it is not known.
+        transform_scores_with_state: function of (scores, queries, positions, state) that returns scores and state, or
+            None.
+        key_state: (B, 1, h, E) state of the first h keys after the queries before these; later keys have zeros; None
+            if no key has a state yet.
+        key_state_width: E.
+        store_key_state: function that receives the state (B, 1, m, E) of all keys after the last query, or None.
+        returns_log_weights: whether the transformed scores are logarithms of attention weights.
     """
 
     positions: Positions
@@ -70,12 +77,22 @@ class AttentionPlan:
     null_logit: Tensor | None = None
     window: int | None = None
     cache_window: int | None = None
+    transform_scores_with_state: Callable[[Tensor, Tensor, Positions, Tensor], tuple[Tensor, Tensor]] | None = None
+    key_state: Tensor | None = None
+    key_state_width: int = 0
+    store_key_state: Callable[[Tensor], None] | None = None
+    returns_log_weights: bool = False
 
     @property
     def is_content_dependent(self) -> bool:
         """Whether anything but q·k and the values depends on what the tokens are."""
-        has_hook = self.transform_scores is not None or self.content_bias is not None
+        has_hook = self.transforms_scores or self.content_bias is not None
         return has_hook or self.relative_values is not None or isinstance(self.bias, ContentBias)
+
+    @property
+    def transforms_scores(self) -> bool:
+        """Whether a hook replaces the scores of a query, which may mix keys and heads."""
+        return self.transform_scores is not None or self.transform_scores_with_state is not None
 
     @property
     def bias_may_need_grad(self) -> bool:

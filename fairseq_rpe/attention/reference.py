@@ -28,7 +28,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: flo
         k: (B, G, m, D), rotated as q is. G divides H, and query head h reads key head h // (H / G).
         v: (B, G, m, D).
         plan: positions, bias, padding, softcap and null logit of the n queries and m keys, and the encoding's
-            ``transform_scores`` and ``relative_values``.
+            hooks that transform scores or add ``relative_values``.
         dropout: probability of dropping an attention weight; 0 outside training.
 
     Returns:
@@ -109,7 +109,7 @@ def attention_scores(
     Args:
         q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set.
         k: (B, G, m, D), rotated as q is.
-        plan: positions, bias, visibility and ``transform_scores`` of the n queries and m keys.
+        plan: positions, bias, visibility, and the transform of scores with its key state, of the n queries and m keys.
         materialize: function of (bias, positions) that returns the dense bias (B or 1, H or 1, n, m), such as a faster
             equivalent of ``bias.materialize``, the default.
     """
@@ -124,11 +124,35 @@ def attention_scores(
     if plan.bias is not None:
         scores = scores + materialize(plan.bias, plan.positions).to(wide)
     hidden = ~plan.visibility(n, m, q.device)  # (B or 1, 1, n, m)
-    if plan.transform_scores is not None:
+    if plan.transforms_scores:
         # the transform must see hidden keys as -inf, since it may sum over keys; its own output for them is arbitrary,
         # so they are hidden again below
-        scores = plan.transform_scores(scores.masked_fill(hidden, float("-inf")), q.to(wide), plan.positions)
+        scores = _transform_scores(scores.masked_fill(hidden, float("-inf")), q.to(wide), plan)
     return scores.masked_fill(hidden, float("-inf"))
+
+
+def _transform_scores(scores: Tensor, q: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return the scores (B, H, n, m) that the plan's hook computes from scores, and store the state of the keys.
+
+    Raises:
+        UserError: queries came before these, and the plan lacks the state that they left.
+    """
+    if plan.transform_scores_with_state is None:
+        assert plan.transform_scores is not None
+        return plan.transform_scores(scores, q, plan.positions)
+    before = scores.shape[3] - scores.shape[2]
+    if before != (0 if plan.key_state is None else plan.key_state.shape[2]):
+        raise UserError(
+            f"this encoding keeps a state of the {before} earlier keys, which this call does not give: attend with all "
+            "queries at once, or decode with RelativeAttention and its cache"
+        )
+    state = scores.new_zeros(len(scores), 1, scores.shape[3], plan.key_state_width)
+    if plan.key_state is not None:
+        state = torch.cat([plan.key_state.to(scores.dtype), state[:, :, plan.key_state.shape[2] :]], dim=2)
+    scores, state = plan.transform_scores_with_state(scores, q, plan.positions, state)
+    if plan.store_key_state is not None:
+        plan.store_key_state(state)
+    return scores
 
 
 def scores_by_region(q: Tensor, k: Tensor, plan: AttentionPlan) -> Tensor:
@@ -159,9 +183,12 @@ def attention_weights(
 ) -> Tensor:
     """Return the softmax (B, H, n, m) of :func:`attention_scores` of these arguments; 0 where a query sees no key.
 
-    With a null logit the weights of a query add up to less than 1.
+    With a null logit the weights of a query add up to less than 1. Scores that are logarithms of weights are only
+    exponentiated.
     """
     scores = attention_scores(q, k, plan, materialize)
+    if plan.returns_log_weights:
+        return scores.exp()
     if plan.null_logit is not None:
         null = plan.null_logit.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)  # (B, H, n, 1)
         return torch.cat([scores, null], dim=-1).softmax(dim=-1)[..., :-1]

@@ -187,7 +187,7 @@ def _attend_to_document(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, ro
 def _has_single_query(q: Tensor, plan: AttentionPlan, dropout: float) -> bool:
     """Return whether :func:`_attend_single_query` serves a call: its bias is one row, and nothing needs the weights."""
     needs_weights = dropout > 0 or plan.changes_softmax
-    needs_weights = needs_weights or plan.transform_scores is not None or plan.relative_values is not None
+    needs_weights = needs_weights or plan.transforms_scores or plan.relative_values is not None
     return q.shape[2] == 1 and not needs_weights and plan.last_query is None and plan.rotation_regions is None
 
 
@@ -223,26 +223,32 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, drop
     pairs = PAIR_ELEMENTS if q.device.type == "cpu" else DEVICE_PAIR_ELEMENTS
     rows = max(ROWS, WINDOW_ROWS if has_window else pairs // m // ROWS * ROWS)
 
-    def attend(start: int) -> Tensor:
+    def attend(start: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         stop = min(start + rows, n)
         keys = plan.visible_keys(start, stop)
         keep = None
         if dropout > 0:
             keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device)[..., keys.start :]
-        block_plan = plan.select(slice(start, stop), keys)
-        return _attend_block(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], block_plan, keep)
+        stored: list[Tensor] = []
+        block_plan = replace(plan.select(slice(start, stop), keys), key_state=state, store_key_state=stored.append)
+        out = _attend_block(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], block_plan, keep)
+        return out, stored[0] if stored else None
 
-    if n <= rows:
-        return attend(0)
-    if torch.is_grad_enabled():
+    if n > rows and torch.is_grad_enabled():
         attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([attend(start) for start in range(0, n, rows)], dim=2)
+    outputs, state = [], plan.key_state
+    for start in range(0, n, rows):
+        out, state = attend(start, state)
+        outputs.append(out)
+    if plan.store_key_state is not None and state is not None:
+        plan.store_key_state(state)
+    return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, keep: Tensor | None) -> Tensor:
     """Attend with the queries of a block (B, H, R, D) and all keys that they may see (B, H, K, D)."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    needs_weights = keep is not None or plan.transform_scores is not None or plan.relative_values is not None
+    needs_weights = keep is not None or plan.transforms_scores or plan.relative_values is not None
     needs_weights = needs_weights or plan.changes_softmax
     # CUDA requires the bias in q's dtype, and half precision would round it too coarsely
     if needs_weights or (q.is_cuda and q.dtype != wide):

@@ -481,7 +481,7 @@ def _triple_products(query: Tensor, key: Tensor, vectors: Tensor, index: Tensor)
         (B, H, n, m).
     """
     vectors = vectors.to(query.dtype)
-    if vectors.shape[2] == 1 < query.shape[3]:
+    if vectors.shape[2] == 1:
         # (B, H, n, m) · (B or 1, H or 1, n, m)
         return torch.matmul(query, key.mT) * vectors[:, index, 0].transpose(0, 1)
     # all pairs as if they were in the last column, then corrections of those that are in nearer columns

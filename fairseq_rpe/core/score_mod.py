@@ -29,6 +29,7 @@ ScoreMod = Callable[..., Tensor]
 LOOKUP_CELLS = 1 << 14
 # The number of comparisons is rounded up to a multiple, so that training, which moves breakpoints, seldom recompiles.
 COMPARISON_STEP = 4
+MAX_PRODUCTS = 2  # most elements of the vectors of queries and keys whose product is computed for each pair
 
 
 def column_offsets(table: DistanceTable, pos: Positions) -> tuple[Tensor, Tensor]:
@@ -117,18 +118,45 @@ def _content_score_mod(
         mean = bias.key.detach().mean(2, keepdim=True)  # centred, because float32 is more precise for small numbers
         query, key = ((x.expand(batch, -1, -1)).float() for x in (bias.query + mean, bias.key - mean))
         return lambda score, b, h, i, j: score + (query[b, h, i] + key[b, h, j])
-    if isinstance(bias, QueryKeyTableBias):
-        raise UserError(
-            "a bias that multiplies queries, keys and vectors of their distance is no function of one score: use "
-            "attention backend 'sdpa'"
-        )
     column = _column_lookup(bias, pos, batch)
+    if isinstance(bias, QueryKeyTableBias):
+        return _product_score_mod(bias, column, batch)
     factor = bias.query if isinstance(bias, QueryTableBias) else bias.key
     products = torch.matmul(factor, bias.vectors.to(factor.dtype).mT)  # (B or 1, H, n or m, R)
     table = _copy(products.expand(batch, -1, -1, -1))
     if isinstance(bias, QueryTableBias):
         return lambda score, b, h, i, j: score + table[b, h, i, column(b, i, j)]
     return lambda score, b, h, i, j: score + table[b, h, j, column(b, i, j)]
+
+
+def has_long_products(bias: QueryKeyTableBias) -> bool:
+    """Return whether a pair needs more than a few multiplications, which no ``score_mod`` should do for each pair."""
+    return bias.vectors.shape[2] > 1 or bias.query.shape[3] > MAX_PRODUCTS
+
+
+def _product_score_mod(bias: QueryKeyTableBias, column: Callable[..., Tensor], batch: int) -> ScoreMod:
+    """Return the function for a bias of a few products per pair; ``column`` is that of ``_column_lookup``.
+
+    Raises:
+        UserError: the bias has too many products.
+    """
+    if has_long_products(bias):
+        raise UserError(
+            "a bias that multiplies queries, keys and vectors of their distance is no function of one score: use "
+            "attention backend 'sdpa'"
+        )
+    # (B, H, n) and (B, H, m) for each element
+    queries, keys = (
+        [_copy(x) for x in factor.expand(batch, -1, -1, -1).unbind(3)] for factor in (bias.query, bias.key)
+    )
+    factors = list(zip(queries, keys, strict=True))
+    table = _copy(bias.vectors[..., 0].expand(bias.query.shape[1], -1))  # (H, R)
+
+    def add_products(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        total = sum(query[b, h, i] * key[b, h, j] for query, key in factors)
+        return score + total * table[h, column(b, i, j)]
+
+    return add_products
 
 
 def _column_lookup(table: DistanceTable, pos: Positions, batch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

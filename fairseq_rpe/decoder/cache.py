@@ -1,4 +1,4 @@
-"""KV cache of a decoder: keys, values and token features of each layer for the tokens that it has read."""
+"""KV cache of a decoder: keys, values, token features and state of the keys of each layer."""
 
 from collections.abc import Callable
 from typing import Self
@@ -21,6 +21,8 @@ class LayerCache:
     Attributes:
         tensors: keys and values (B, G, h, D) and, for an encoding that has them, token features (B, H, h, E).
         buffers: buffers that the tensors are views of; None for a tensor without one.
+        key_state: state (B, 1, h, E) of the keys after the last query, see ``Encoding.transform_scores_with_state``;
+            None without one.
         dropped: number of the first tokens, m - h, that the layer holds no longer.
         window: w, no later token sees a key that is this number of tokens or more before it; None: all may be seen.
     """
@@ -28,6 +30,7 @@ class LayerCache:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.buffers: list[GrowableBuffer | None] = []
+        self.key_state: Tensor | None = None
         self.dropped = 0
         self.window: int | None = None
 
@@ -74,8 +77,14 @@ class LayerCache:
         """Drop all but the first tokens.
 
         Raises:
-            UserError: the layer has dropped keys that the next token would see.
+            UserError: the layer has dropped keys that the next token would see, or a token that is dropped has changed
+                the state of the others.
         """
+        if self.key_state is not None and tokens < len(self):
+            raise UserError(
+                f"the last {len(self) - tokens} tokens have changed the state of earlier keys, so the cache cannot "
+                f"return to {tokens} tokens: copy the cache before it is continued"
+            )
         if self.dropped and (self.window is None or tokens - self.dropped < self.window - 1):
             raise UserError(
                 f"a layer with a window has dropped its first {self.dropped} keys, so the cache cannot return to "
@@ -84,11 +93,15 @@ class LayerCache:
         held = tokens - self.dropped
         self.map(lambda x: x[:, :, :held])
 
+    def set_key_state(self, state: Tensor) -> None:
+        """Store the state (B, 1, h, E) of the keys after the last query."""
+        self.key_state = state
+
     def copy(self) -> "LayerCache":
         """Return a copy that shares the memory of the tokens so far."""
         other = LayerCache()
         other.tensors, other.buffers = list(self.tensors), list(self.buffers)
-        other.dropped, other.window = self.dropped, self.window
+        other.dropped, other.window, other.key_state = self.dropped, self.window, self.key_state
         return other
 
     def select_rows(self, rows: Tensor) -> None:
@@ -99,6 +112,7 @@ class LayerCache:
         elif rows.device.type != "cpu" or not torch.equal(rows, torch.arange(len(self.tensors[0]))):
             selected = [buffer.select_rows(rows) for buffer in self.buffers if buffer is not None]
             self.tensors, self.buffers = [x for x, _ in selected], [buffer for _, buffer in selected]
+            self.key_state = None if self.key_state is None else self.key_state.index_select(0, rows)
 
     def _fills_buffers(self) -> bool:
         """Return whether each tensor is all that is written of its buffer."""
@@ -108,6 +122,7 @@ class LayerCache:
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace each tensor (B, G or H, h, …) by the result of a function; the next step copies it to a buffer."""
         self.tensors = [function(x) for x in self.tensors]
+        self.key_state = None if self.key_state is None else function(self.key_state)
 
 
 class DecoderCache:
@@ -182,7 +197,7 @@ class DecoderCache:
         """Drop all but the first tokens; the text may then continue in another way.
 
         Raises:
-            UserError: a layer with a window has dropped keys that the next token would see.
+            UserError: a layer with a window has dropped keys that the next token would see, or has a state of keys.
         """
         for layer in self._layers.values():
             layer.truncate(tokens)

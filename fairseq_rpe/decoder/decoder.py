@@ -80,6 +80,7 @@ class Decoder(nn.Module):
         self.position_transforms = position_transforms
         self.length_dependent = any(e.length_dependent for e in encodings)
         self.needs_token_ids = any(e.needs_token_ids for e in encodings)
+        self.has_key_state = any(e.has_key_state for e in encodings)
         self.compute = torch.bfloat16 if config.compute_dtype == "bf16" else None
         self.attend = choose_backend(config.backend, encodings)
         self.eps = 0.0
@@ -253,7 +254,8 @@ class Decoder(nn.Module):
             The positions, and the padding (B, m) that attention must mask, or None.
         """
         is_padding = tokens.eq(self.padding_idx)
-        positions, padding = positions_from_padding(is_padding, n, self.length_dependent, self._position_dtype())
+        masks_end = self.length_dependent or self.has_key_state
+        positions, padding = positions_from_padding(is_padding, n, masks_end, self._position_dtype())
         transform = self.position_transforms.active(self.training)
         if transform is None:
             return positions, padding

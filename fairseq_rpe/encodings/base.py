@@ -338,7 +338,7 @@ class Absolute(Encoding):
         return x + self.vectors(pos.q).to(x.dtype)
 
 
-# cos and sin (B or 1, 1, n, 2P) of a rotation, and the scale (B or 1, 1, n or 1, 1) of elements that pass through
+# cos and sin (B or 1, 1 or H, n, 2P) of a rotation, and the scale (B or 1, 1, n or 1, 1) of elements that pass through
 CosSin = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -376,7 +376,7 @@ class Rotary(Encoding):
     """
 
     family = "rotation of queries and keys (RoPE)"
-    sharing_modes = ("model",)
+    sharing_modes: ClassVar[tuple[str, ...]] = ("model",)
     bounded_reason = "rotated queries and keys of bounded norm have bounded scores"
     interleaved: bool = False
     rotary_fraction: float = 1.0

@@ -31,6 +31,7 @@ from fairseq_rpe.encodings.base import DistanceBias, Encoding, PairwiseBias
 
 WIDE = (torch.float32, torch.float64)  # dtypes that positions and biases keep
 Shape = tuple[int, ...]
+_ROUNDING = 1e-5  # by which a sum of float32 weights may exceed 1
 _BIAS_TYPES = ", ".join(bias_type.__name__ for bias_type in get_args(Bias))
 
 
@@ -293,18 +294,49 @@ class HookProbe:
             k: (B, H, m, D).
             pos: positions of the n queries and m keys.
         """
-        n, m = q.shape[2], k.shape[2]
-        hidden = future(n, m, q.device)
-        scores = (torch.matmul(q, k.mT) * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
-        output = self.call("transform_scores", scores, q, pos)
-        self.check_tensor("transform_scores", output, [tuple(scores.shape)], (scores.dtype,), finite=False)
+        scores = _content_scores(q, k)
+        return self._weights("transform_scores", self.call("transform_scores", scores, q, pos), scores)
+
+    def checked_stateful_weights(
+        self, q: Tensor, k: Tensor, pos: Positions, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Check ``transform_scores_with_state``, and return attention weights (B, H, n, m) and state (B, 1, m, E).
+
+        Args:
+            q: (B, H, n, D).
+            k: (B, H, m, D).
+            pos: positions of the n queries and m keys.
+            state: (B, 1, m - n, E) after the first m - n queries; None if there are none.
+        """
+        method, scores = "transform_scores_with_state", _content_scores(q, k)
+        if not self.encoding.has_key_state:
+            self.refuse(method, "is never called while key_state_width is 0: set the number of numbers of each key")
+        zeros = scores.new_zeros(len(k), 1, k.shape[2], self.encoding.key_state_width)
+        state = zeros if state is None else torch.cat([state, zeros[:, :, state.shape[2] :]], dim=2)
+        output = self.call(method, scores, q, pos, state)
+        if not isinstance(output, tuple) or len(output) != 2:
+            self.refuse_value(method, output, "scores and state")
+        self.check_tensor(method, output[1], [tuple(zeros.shape)], (scores.dtype,))
+        return self._weights(method, output[0], scores), output[1]
+
+    def _weights(self, method: str, output: Any, scores: Tensor) -> Tensor:
+        """Check what a hook returned for scores (B, H, n, m), and return the attention weights, of the same shape."""
+        n, m = scores.shape[2:]
+        hidden = future(n, m, scores.device)
+        self.check_tensor(method, output, [tuple(scores.shape)], (scores.dtype,), finite=False)
         bad = (output.isnan() | (output == torch.inf)) & ~hidden
         if bool(bad.any()):
             value = first_nonfinite(output[bad])
-            self.refuse("transform_scores", f"returned {value} for a visible key; scores of hidden keys are -inf")
-        if bool(output.diagonal(m - n, -2, -1).isneginf().any()):
-            self.refuse("transform_scores", "returned -inf for a token and itself, expected a finite score")
-        return output.masked_fill(hidden, float("-inf")).softmax(-1)
+            self.refuse(method, f"returned {value} for a visible key; scores of hidden keys are -inf")
+        output = output.masked_fill(hidden, float("-inf"))
+        if not self.encoding.returns_log_weights:
+            if bool(output.diagonal(m - n, -2, -1).isneginf().any()):
+                self.refuse(method, "returned -inf for a token and itself, expected a finite score")
+            return output.softmax(-1)
+        sums = output.exp().sum(-1)
+        if bool((sums > 1 + _ROUNDING).any()):
+            self.refuse(method, f"returned weights with a sum of {float(sums.max()):g}, expected at most 1")
+        return output.exp()
 
     def checked_relative_values(self, pos: Positions) -> RelativeValues | None:
         """Return the result of ``relative_values``, checked."""
@@ -327,6 +359,12 @@ class HookProbe:
             self.refuse_value("token_features", output, f"({', '.join(map(str, shape))}, E)")
         self.check_tensor("token_features", output, [tuple(output.shape)], (x.dtype, *WIDE))
         return output
+
+
+def _content_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Return q·kᵀ / sqrt(D) (B, H, n, m) of q (B, H, n, D) and k (B, H, m, D), -inf for keys after the query."""
+    hidden = future(q.shape[2], k.shape[2], q.device)
+    return (torch.matmul(q, k.mT) * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
 
 
 def future(n: int, m: int, device: torch.device) -> Tensor:

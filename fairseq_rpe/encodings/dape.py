@@ -1,8 +1,7 @@
 """Data-adaptive positional encoding (DAPE): an MLP over the scores and biases of all heads adjusts the bias."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,97 +10,111 @@ from torch.nn import functional as F
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.encodings.base import Encoding, Rotary, register, registry
+from fairseq_rpe.encodings.adjusted_encoding import (
+    AdjustedEncoding,
+    base_option,
+    interleaved_option,
+    rope_base_option,
+    rotary_fraction_option,
+)
+from fairseq_rpe.encodings.base import register
 
+KEYS = 256  # numbers of keys are padded to multiples of this before a convolution
 PAIRS = 1 << 12  # pairs whose hidden units are in memory at a time, without gradients on a CPU
-# option of this encoding, in which ``base`` is an encoding -> option of the base, if that rotates
-ROTATION = {"rope_base": "base", "rotary_fraction": "rotary_fraction", "interleaved": "interleaved"}
-
-
-def base_names() -> list[str]:
-    """Return the names of the encodings that ``dape`` can adjust."""
-    return [name for name in registry.names() if registry.get(name).dape_base]
-
-
-def _is_rotary(base: str) -> bool:
-    return issubclass(registry.get(base), Rotary)
 
 
 @register("dape", colour="orange", marker="o")
-class Dape(Encoding):
+class Dape(AdjustedEncoding):
     """DAPE (Zheng et al. 2024, arXiv 2405.14722): score = s + b + f([s; b]) for each pair.
 
     s (H,) are the scores q·k/sqrt(D) of all heads and b (H,) the biases of the encoding ``base``. f is Linear(2H -> w),
     LeakyReLU(0.01), Linear(w -> H), one per layer; for ``rope`` and ``nope``, which have no b, it reads s only. Beyond
     the training length the encoding behaves as its base, but f grows with b and may cancel or amplify it. The survey's
     equation has no b outside f; the public code has it, and so has this. DAPE was first called CAPE.
+
+    With ``kernel=k`` it is DAPE v2 (Zheng et al. 2024, arXiv 2410.04798), whose setting is k = 3: both linear layers
+    are convolutions over k neighbouring keys, so f reads the scores of the keys j - k + 1 … j + k - 1 that the query
+    sees; padding between keys is left out. All other inputs and hidden units are 0. The public code does not set the
+    hidden units of the future to 0, so there the score of a key near the query differs between training and decoding;
+    here it does not.
     """
 
     @dataclass(frozen=True)
     class Config:
         """Options of ``dape``."""
 
-        base: str = option("kerple_log", "the encoding that is adjusted", choices=base_names)
+        base: str = base_option("kerple_log")
         width: int = option(32, "w, hidden units", minimum=1, maximum=1 << 12)
-        rope_base: float = option(10000.0, "base=rope: b in θ_s = b^(-2s/d)", above=1)
-        rotary_fraction: float = option(
-            1.0, "base=rope: fraction of a head that is rotated, from its first element", above=0, maximum=1
+        rope_base: float = rope_base_option()
+        rotary_fraction: float = rotary_fraction_option()
+        interleaved: bool = interleaved_option()
+        kernel: int = option(
+            1, "k, neighbouring keys that each layer of f reads, odd; 3: DAPE v2", minimum=1, maximum=63
         )
-        interleaved: bool = option(False, "base=rope: rotate pairs (2s, 2s+1) instead of (s, s + d/2)")
 
     formula = "s + b + f([s; b]),  s = q·k/√D,  b of its base"
-    paper = "Zheng et al. 2024 (arXiv 2405.14722)"
-    family = "bias that depends on the content"
+    paper = "Zheng et al. 2024 (arXiv 2405.14722); kernel=3: Zheng et al. 2024 (arXiv 2410.04798)"
     sharing_modes = ("layer", "model")
     dependence = (
         "a network of all heads' scores adds to the bias of its base, with no bound: nothing follows for all texts"
     )
 
-    @classmethod
-    def rotation_options(cls, config: Any) -> Mapping[str, str]:
-        """Return the quantity of the rotation that each option sets, by the name of the option."""
-        return ROTATION if _is_rotary(config.base) else {}
-
     def setup(self) -> None:
         """Check the options and create the parameters."""
-        cfg = self.config
-        cls = registry.get(cfg.base)
-        rotates = _is_rotary(cfg.base)
-        for f in fields(self.Config):
-            if f.name in ROTATION and not rotates and getattr(cfg, f.name) != f.default:
-                raise UserError(f"'dape:base={cfg.base}' does not read {f.name}: leave it out, or give base=rope")
-        rotation = {key: getattr(cfg, name) for name, key in ROTATION.items()} if rotates else {}
-        self.base = cls(cls.Config(**rotation), self.heads, self.width, self.length)
-        self.fixed_rotation, self.length_dependent = self.base.fixed_rotation, self.base.length_dependent
+        super().setup()
         self.biased = self.base.adds_bias
-        self.mix = nn.Linear(self.heads * (1 + self.biased), self.config.width)
-        self.out = nn.Linear(self.config.width, self.heads)
-
-    @property
-    def rotates(self) -> bool:
-        """Whether ``base`` rotates queries and keys."""
-        return self.base.rotates
-
-    def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
-        """Rotate queries, or keys with ``key``, x (B, H, n, D); same shape."""
-        return self.base.rotate(x, at, pos, key)
+        inputs, units, kernel = self.heads * (1 + self.biased), self.config.width, self.config.kernel
+        self.mix: nn.Linear | nn.Conv2d
+        self.out: nn.Linear | nn.Conv2d
+        if kernel % 2 == 0:
+            raise UserError(
+                f"'dape': kernel={kernel} is even, so its neighbourhood has no middle: use an odd number, such as 3"
+            )
+        if kernel == 1:
+            self.mix, self.out = nn.Linear(inputs, units), nn.Linear(units, self.heads)
+        else:
+            self.mix = nn.Conv2d(inputs, units, (1, kernel))
+            self.out = nn.Conv2d(units, self.heads, (1, kernel))
 
     def transform_scores(self, scores: Tensor, q: Tensor, pos: Positions) -> Tensor:
         """Add the bias of ``base`` and the MLP's output to scores (B, H, n, m)."""
         hidden = torch.isneginf(scores)
         inputs = scores = scores.masked_fill(hidden, 0.0)
-        base_bias = self.base.position_bias(pos)
-        if base_bias is not None:
-            bias = base_bias.materialize(pos).to(scores.dtype).expand_as(scores)
+        bias = self.base_bias(pos, scores)
+        if bias is not None:
             scores, inputs = scores + bias, torch.cat([scores, bias], dim=1)  # (B, H, n, m), (B, 2H, n, m)
-        change = self._apply_mlp(inputs.flatten(2))  # (B, H, n·m)
-        return (scores + change.view_as(scores)).masked_fill(hidden, float("-inf"))
+        if self.config.kernel == 1:
+            change = self._apply_mlp(inputs.flatten(2)).view_as(scores)  # of (B, H, n·m)
+        else:
+            change = self._apply_convolutions(inputs, hidden.any(1, keepdim=True), pos.contiguous)
+        return (scores + change).masked_fill(hidden, float("-inf"))
+
+    def _apply_convolutions(self, x: Tensor, hidden: Tensor, contiguous: bool) -> Tensor:
+        """Return f (B, H, n, m) of neighbouring keys.
+
+        Args:
+            x: (B, H or 2H, n, m) scores and biases.
+            hidden: (B, 1, n, m) bool, True where the query does not see the key.
+            contiguous: whether there is no padding between keys that a query sees.
+        """
+        if not contiguous:  # the visible keys of each query first, so that they are neighbours
+            order = hidden.byte().argsort(dim=-1, stable=True)  # (B, 1, n, m)
+            x, hidden = x.gather(-1, order.expand_as(x)), hidden.gather(-1, order)
+            order = order.expand(-1, self.heads, -1, -1)
+            result = self._apply_convolutions(x, hidden, contiguous=True)
+            return torch.empty_like(result).scatter(-1, order, result)
+        # torch keeps memory for each shape of a convolution, and every block of queries or decoding step has another m
+        m = x.shape[-1]
+        missing = -m % KEYS if m > KEYS else 0
+        x, hidden = F.pad(x, (0, missing)), F.pad(hidden, (0, missing), value=True)
+        # 0 at hidden keys, as beyond the last key: a cached step has no keys after its query, and a row without padding
+        # has none before its first token
+        units = F.leaky_relu(_convolve(self.mix, x.masked_fill(hidden, 0.0)))  # (B, w, n, m)
+        return _convolve(self.out, units.masked_fill(hidden, 0.0))[..., :m]
 
     def _apply_mlp(self, x: Tensor) -> Tensor:
         """Return f (B, H, pairs) of the scores and biases x (B, H or 2H, pairs)."""
-        first, last = (
-            _Layer(layer.weight.to(x.dtype), layer.bias.to(x.dtype)[:, None]) for layer in (self.mix, self.out)
-        )
+        first, last = (_Layer.of(layer, x) for layer in (self.mix, self.out))
         if torch.is_grad_enabled() or x.device.type != "cpu":
             units = F.leaky_relu(torch.matmul(first.weight, x) + first.bias)  # (B, w, pairs)
             return torch.matmul(last.weight, units) + last.bias
@@ -109,10 +122,22 @@ class Dape(Encoding):
 
 
 class _Layer(NamedTuple):
-    """A linear layer: weight (out, in) and bias (out, 1)."""
+    """A linear layer: weight (out, in) and bias (out, 1); or a convolution: weight (out, in, 1, k)."""
 
     weight: Tensor
     bias: Tensor
+
+    @classmethod
+    def of(cls, layer: nn.Linear | nn.Conv2d, like: Tensor) -> "_Layer":
+        """Return the parameters of a layer in the dtype of ``like``."""
+        assert layer.bias is not None
+        return cls(layer.weight.to(like.dtype), layer.bias.to(like.dtype)[:, None])
+
+
+def _convolve(layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
+    """Apply a convolution of k neighbouring keys to x (B, channels, n, m), padded with zeros: the same n and m."""
+    weight, bias = _Layer.of(layer, x)
+    return F.conv2d(x, weight, bias[:, 0], padding=(0, weight.shape[-1] // 2))
 
 
 def _apply_blockwise(x: Tensor, first: _Layer, last: _Layer) -> Tensor:

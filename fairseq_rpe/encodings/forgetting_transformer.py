@@ -1,4 +1,4 @@
-"""Forgetting Transformer (FoX): a forget gate of each token decays the scores of all earlier tokens."""
+"""Forgetting Transformer (FoX): a forget gate of each token, or of each pair, decays the scores of earlier tokens."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Bias, TokenBias
+from fairseq_rpe.core.bias import Bias, DenseBias, TokenBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.log_bias import exact_fraction
 from fairseq_rpe.core.positions import Positions
@@ -23,6 +23,10 @@ class Forgetting(Encoding):
     ALiBi is the case of constant f with ln f = -slope. ``gate=bias`` leaves out w·x, and ``gate=fixed`` does not train
     b either; b is then initialised so that the time scales -1/ln f of the heads range from ``min_timescale`` to
     ``max_timescale`` tokens, evenly spaced in the logarithm. Sums are computed in float64.
+
+    ``init`` is the initial b of ``gate=full``. ``init=5``, gates of 0.9933, is data-dependent ALiBi as in the library
+    x-transformers. CABLE (Veisi et al. 2025, arXiv 2503.08067) with the bias -softplus(w·x + b) of a token is the same
+    encoding with the signs of w and b exchanged.
     """
 
     @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Forgetting(Encoding):
         gate: str = option(
             "full", "f depends on the input, on a learned b or on a fixed b", choices=("full", "bias", "fixed")
         )
+        init: float = option(0.0, "gate=full: initial b; 5: data-dependent ALiBi of x-transformers")
         min_timescale: float = option(2.0, "gate=bias, fixed: time scale of the first head, in tokens", above=0)
         max_timescale: float = option(256.0, "gate=bias, fixed: time scale of the last head, in tokens", above=0)
 
@@ -47,11 +52,12 @@ class Forgetting(Encoding):
     def setup(self) -> None:
         """Check the options and create the parameters."""
         cfg = self.config
-        changed = [
-            name for name in ("min_timescale", "max_timescale") if getattr(cfg, name) != getattr(type(cfg)(), name)
-        ]
-        if cfg.gate == "full" and changed:
-            raise UserError(f"'forgetting:gate=full' does not read {changed[0]}: leave it out or choose another gate")
+        ineffective = ("min_timescale", "max_timescale") if cfg.gate == "full" else ("init",)
+        changed = [name for name in ineffective if getattr(cfg, name) != getattr(type(cfg)(), name)]
+        if changed:
+            raise UserError(
+                f"'forgetting:gate={cfg.gate}' does not read {changed[0]}: leave it out or choose another gate"
+            )
         if cfg.min_timescale > cfg.max_timescale:
             raise UserError(
                 f"'forgetting': min_timescale={cfg.min_timescale:g} is more than max_timescale={cfg.max_timescale:g}"
@@ -62,10 +68,10 @@ class Forgetting(Encoding):
         self.bias = nn.Parameter(self._initial_bias(), requires_grad=cfg.gate != "fixed")
 
     def _initial_bias(self) -> Tensor:
-        """Return b (H,): 0 with ``gate=full``, else such that ln σ(b) = -1/τ for the time scale τ of each head."""
+        """Return b (H,): ``init`` with ``gate=full``, else such that ln σ(b) = -1/τ for the time scale τ of a head."""
         cfg = self.config
         if cfg.gate == "full":
-            return torch.zeros(self.heads)
+            return torch.full((self.heads,), cfg.init)
         log_range = math.log(cfg.min_timescale), math.log(cfg.max_timescale)
         timescales = torch.linspace(*log_range, self.heads, dtype=torch.float64).exp()
         return -(1 / timescales).expm1().log().float()
@@ -95,11 +101,67 @@ class Forgetting(Encoding):
         """Return c_i - c_j from the gates' logits ``features`` (B, H, m, 1)."""
         assert features is not None
         log_gate = F.logsigmoid(features[..., 0].double())  # (B, H, m)
-        # positions do not increase at padding, which must not forget
-        padding = pos.k.diff(dim=1, prepend=pos.k[:, :1] - 1) <= 0  # (B or 1, m)
-        total = log_gate.masked_fill(padding[:, None], 0.0).cumsum(2)  # c_i, (B, H, m)
+        total = log_gate.masked_fill(_repeated_positions(pos)[:, None], 0.0).cumsum(2)  # c_i, (B, H, m)
         return TokenBias(total[:, :, -q.shape[2] :], -total)
 
     def logged_scalars(self) -> dict[str, Tensor]:
         """Return the time scales (H,) if they do not depend on the input."""
         return {} if self.config.gate == "full" else {"time": -1 / F.logsigmoid(self.bias)}
+
+
+@register("pairwise_forgetting", colour="vermilion", marker="D")
+class PairwiseForgetting(Encoding):
+    """Forget gates of pairs of tokens: bias_ij = Σ_(l=j…i-1) ln σ(q'_i·k'_l/sqrt(E)), q' = W_q x, k' = W_k x per head.
+
+    It is ``PerRowDataDependentAlibi`` of the library x-transformers. x (C,) is the layer's input, and q' and k' have
+    E = ``gate_width`` elements. Query i reads the gate of every token l from key j on, without its own; ``forgetting``
+    has one gate of a token for all queries, and its sum is over l = j+1 … i. Gates start near one half. The bias of all
+    pairs is in memory, O(n²).
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Options of ``pairwise_forgetting``."""
+
+        gate_width: int = option(8, "E, elements of the vectors of a gate", minimum=1, maximum=1 << 12)
+
+    formula = "Σ_(l=j…i-1) ln σ(q'_i·k'_l/√E),  q' = W_q x, k' = W_k x learned"
+    paper = "x-transformers (PerRowDataDependentAlibi); after Lin et al. 2025 (arXiv 2503.02130)"
+    family = "bias that depends on the content"
+    sharing_modes = ("layer", "model")
+    position_type = "none"
+    dependence = (
+        "Σ exp(bias) is at most 1/(1 - f) where no gate of a text is above f < 1, and grows with the text as f nears 1"
+    )
+
+    def setup(self) -> None:
+        """Create the parameters."""
+        self.project = nn.Linear(self.width, 2 * self.heads * self.config.gate_width, bias=False)
+
+    def token_features(self, x: Tensor) -> Tensor:
+        """Return q' and k' (B, H, n, 2E) of a layer's input x (B, n, C)."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        vectors = F.linear(x, self.project.weight.to(x.dtype))  # (B, n, 2·H·E)
+        return vectors.unflatten(2, (2, self.heads, -1)).permute(0, 3, 1, 2, 4).flatten(3)
+
+    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, features: Tensor | None) -> Bias:
+        """Return the sums of ln σ(q'·k'/sqrt(E)) from q' and k' of all tokens, ``features`` (B, H, m, 2E)."""
+        assert features is not None
+        queries, keys = features.chunk(2, dim=-1)  # (B, H, m, E) each
+        n, m = q.shape[2], k.shape[2]
+        logits = torch.matmul(queries[:, :, m - n :], keys.mT) * self.config.gate_width**-0.5  # (B, H, n, m)
+        is_before = torch.ones(n, m, dtype=torch.bool, device=k.device).tril(m - n - 1)
+        log_gate = F.logsigmoid(logits).where(is_before, 0.0)
+        repeated = _repeated_positions(pos)[:, None, None]  # (B or 1, 1, 1, m)
+        # from the right, so that the sums of near keys are exact; the gate of key j itself counts in any case
+        sums = log_gate.masked_fill(repeated, 0.0).flip(-1).cumsum(-1).flip(-1)
+        return DenseBias(sums + log_gate.masked_fill(~repeated, 0.0))
+
+
+def _repeated_positions(pos: Positions) -> Tensor:
+    """Return (B or 1, m) bool, True where the position is not above that of the token before.
+
+    Such a token is padding, whose gate must not count for keys before it, or the first of a row or document, which has
+    no such keys.
+    """
+    return pos.k.diff(dim=1, prepend=pos.k[:, :1] - 1) <= 0

@@ -20,18 +20,23 @@ class EncodingInterface(nn.Module):
 
     ``embed`` acts once, at the input of the model. In every layer ``rotate`` is applied to queries and keys, and
     ``value`` to values. ``position_bias`` depends on positions; ``content_bias`` depends on queries, keys and
-    ``token_features``. ``transform_scores`` changes all scores of a query. ``relative_values`` are added to the values
-    of the keys, by their distances from the query. ``prepare_positions`` is called before all of these except
-    ``embed``.
+    ``token_features``. ``transform_scores`` changes all scores of a query, and ``transform_scores_with_state`` also
+    updates numbers of each key. ``relative_values`` are added to the values of the keys, by their distances from the
+    query. ``prepare_positions`` is called before all of these except ``embed``.
 
     Attributes:
         heads: number of attention heads H.
         transform_scores: method that returns new scores (B, H, n, m), or None. Its arguments are the scores, -inf
             where a query does not see a key, the queries (B, H, n, D), and the positions of these queries. It is called
             for blocks of queries, and again in the backward pass.
+        key_state_width: E, numbers that each key has in the state of ``transform_scores_with_state``; 0: no state.
+        returns_log_weights: whether the transformed scores are logarithms of attention weights, whose sum is at most 1:
+            attention then exponentiates them without a softmax.
     """
 
     heads: int
+    key_state_width: int = 0
+    returns_log_weights: bool = False
     transform_scores: Callable[[Tensor, Tensor, Positions], Tensor] | None = None
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
@@ -98,6 +103,27 @@ class EncodingInterface(nn.Module):
         """
         return None
 
+    def transform_scores_with_state(
+        self, scores: Tensor, q: Tensor, pos: Positions, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return new scores and the state of the keys after these queries, if ``key_state_width`` is not 0.
+
+        The state holds what earlier queries leave for later ones, as numbers of each key. It is called for blocks of
+        queries in their order, with the state after the queries before them, and again in the backward pass. A KV cache
+        stores the state after its last query. The result must not depend on the division into blocks.
+
+        Args:
+            scores: (B, H, n, m), -inf where a query does not see a key; where it does not see its own key, the last n
+                of the m, the query is padding and may not change the state.
+            q: (B, H, n, D) queries.
+            pos: positions of these queries and keys.
+            state: (B, 1, m, E), 0 for keys that no query has read.
+
+        Returns:
+            (B, H, n, m) and (B, 1, m, E).
+        """
+        raise NotImplementedError
+
     def relative_values(self, pos: Positions) -> RelativeValues | None:
         """Return a vector for each distance, which is added to the values of keys at that distance, or None."""
         return None
@@ -118,7 +144,13 @@ class EncodingInterface(nn.Module):
     @property
     def needs_all_scores(self) -> bool:
         """Whether the encoding needs all scores or attention weights of a query at once."""
-        return self.transform_scores is not None or self.relative_values(Positions.arange(1)) is not None
+        transforms = self.transform_scores is not None or self.has_key_state
+        return transforms or self.relative_values(Positions.arange(1)) is not None
+
+    @property
+    def has_key_state(self) -> bool:
+        """Whether queries update numbers of each key, by ``transform_scores_with_state``."""
+        return self.key_state_width > 0
 
     @property
     def is_content_dependent(self) -> bool:

@@ -62,6 +62,8 @@ class OptionalAttention(EncodingInterface):
             raise UserError(
                 f"{name} reads queries or scores besides q·k, which query_scale would change too: leave it out"
             )
+        if options.null_logit != "none" and self.returns_log_weights:
+            raise UserError(f"{name} computes weights without a softmax, which null_logit is a part of: leave it out")
         if (options.softcap or options.null_logit != "none") and has_regions:
             raise UserError(f"{name} merges the attention of several regions: leave softcap and null_logit out")
 

@@ -5,7 +5,7 @@ The measured quantity is n_emp of :mod:`fairseq_rpe.analysis.empirical_receptive
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,20 +149,32 @@ class AttentionMassProbe:
             self._layer = (self._layer + 1) % len(self.layers)
         if k.shape[2] > self.length:
             raise UserError(f"a block of {k.shape[2]} tokens is longer than the {self.length} tokens of this probe")
-        for start in range(max(0, self.length - self.rows - before), q.shape[2], MAX_QUERIES):
-            stop = min(start + MAX_QUERIES, q.shape[2])
+        first = min(max(0, self.length - self.rows - before), q.shape[2])
+        states = [plan.key_state]  # after each block, of an encoding whose queries change a state of the keys
+        # such an encoding needs all queries, although those before the first are not measured
+        begin = first if plan.transform_scores_with_state is None else 0
+        borders = [*range(begin, first, MAX_QUERIES), *range(first, q.shape[2], MAX_QUERIES), q.shape[2]]
+        for start, stop in itertools.pairwise(borders):
+            block_plan = replace(plan.slice_queries(start, stop), key_state=states[-1], store_key_state=states.append)
             num_keys = before + stop
             queries, keys, values = q[:, :, start:stop], k[:, :, :num_keys], v[:, :, :num_keys]
-            self.record_rows(self._layer, queries, keys, values, plan.slice_queries(start, stop))
+            if start >= first:
+                self.record_rows(self._layer, queries, keys, values, block_plan)
+            else:
+                attention_weights(queries, keys, block_plan)
 
     def record_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         """Add a block of queries of one layer, with all keys that they see.
 
-        With a null logit the weights of the keys are divided by their sum, so that a row sums to 1.
+        Weights without a softmax, or with a null logit, are divided by their sum, so that a row sums to 1. A query
+        without any weight counts as one that sees itself alone.
         """
         weights = attention_weights(q, k, plan)
-        if plan.null_logit is not None:
-            weights = weights / weights.sum(-1, keepdim=True)
+        if plan.null_logit is not None or plan.returns_log_weights:
+            n, m = weights.shape[2:]
+            itself = torch.eye(m, dtype=weights.dtype, device=weights.device)[m - n :]
+            total = weights.sum(-1, keepdim=True)
+            weights = torch.where(total > 0, weights / total, itself)
         self.layers[layer].add(weights)
 
 

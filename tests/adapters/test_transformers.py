@@ -6,18 +6,20 @@ import copy
 import importlib.util
 import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_model
 from refusal import refused
-from specs import representatives
+from specs import capabilities, representatives
 
 from fairseq_rpe import build
 from fairseq_rpe.data import folder
 from fairseq_rpe.encodings.rope import Rope
-from fairseq_rpe.evaluation.loss_aggregation import bucket_losses
+from fairseq_rpe.evaluation import segment_losses
+from fairseq_rpe.evaluation.loss_aggregation import SegmentSums, bucket_losses
 from fairseq_rpe.evaluation.perplexity import losses_by_position, make_batches
 from fairseq_rpe.evaluation.records import TextRequest, read_results
 
@@ -111,7 +113,8 @@ def decoder_with(task, spec: str, **changes):
 
 
 # of 100 positions where an encoding knows no more than it was trained with
-SPECS = [f"{s}:max_positions=100" if s in ("learned", "tupe") else s for s in representatives() if s != "forgetting"]
+SPECS = [f"{s}:max_positions=100" if s in ("learned", "tupe") else s for s in representatives()]
+SPECS = [s for s in SPECS if not (capabilities(s)["token_features"] or capabilities(s)["has_key_state"])]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -139,11 +142,14 @@ def test_perplexities_equal_our_evaluation(task, tmp_path):
     ours = decoder_with(task, "fire")
     request = TextRequest(checkpoint=tmp_path, data=data, lengths=lengths)
     theirs = same_weights(ours, "fire")
-    rows = evaluate(theirs, data, lengths, out=tmp_path / "eval.jsonl")
+    with mock.patch.object(segment_losses, "SEGMENT_TOKENS", 100):
+        rows = evaluate(theirs, data, lengths, out=tmp_path / "eval.jsonl")
+        sums = {length: SegmentSums(500, None, torch.device("cpu")) for length in lengths}
     for row in rows:
-        nats, count = losses_by_position(
-            ours, make_batches(request, task, row.length, 2048), row.length, 1, lambda _: None
-        )
+        batches, segments = make_batches(request, task, row.length, 2048), sums[row.length]
+        nats, count = losses_by_position(ours, batches, row.length, 1, lambda _: None, segments)
+        assert row.segments.counts().tolist() == [100] * 5
+        np.testing.assert_allclose(row.segments.sums(), segments.pack(row.length, draws=1).sums(), rtol=1e-5)
         own = bucket_losses(nats, count)
         assert row.tokens == int(count.sum()) == 500 and row.positions_loss.tokens == own.tokens
         assert row.positions_loss.loss_base2 == pytest.approx(own.loss_base2, rel=1e-5)
@@ -325,6 +331,7 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
         (lambda: use_encoding(neox(), build("alibi", 8, 32)), "is for 8 heads"),
         (lambda: use_encoding(neox(), build("alibi", 4, 32), share="layer"), "give its spec"),
         (lambda: use_encoding(neox(), "forgetting"), "reads a layer's input"),
+        (lambda: use_encoding(neox(), "selective"), "keeps a state of the keys, which caches of transformers do not"),
         (lambda: use_encoding(neox(), "nope", positions="interpolate:ratio=0.5"), "reads no positions"),
         (lambda: use_encoding(neox(), "learned", positions="interpolate:ratio=0.5"), "whole positions only"),
         (lambda: use_encoding(neox(), "alibi", backend="fast"), "fast"),

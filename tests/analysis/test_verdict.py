@@ -41,7 +41,8 @@ EXPECTED |= dict.fromkeys(
     "self_extend rerope leaky_rerope dual_chunk string shaw huang music transformer_xl deberta cope".split(),
     DIVERGES,
 )
-EXPECTED |= {"floater": UNDECIDED, "dape": DEPENDS}
+EXPECTED |= {"floater": UNDECIDED, "dape": DEPENDS, "selective": DEPENDS, "stick_breaking": DEPENDS}
+EXPECTED |= {"grape_a": DEPENDS, "pairwise_forgetting": DEPENDS, "fope": DIVERGES}
 SLOPES = alibi_slopes(8)
 # a bound, or not one formula of the distance; the last two add no bias, and do not see every key
 FORMLESS = ("sandwich", "t5_bias", "fire", "tisa", "tupe", "floater", "lm_infinite", "streaming_llm")

@@ -44,6 +44,8 @@ def release(spec, call):
 CALLS = [
     *((spec, in_documents(301)) for spec in ("kerple_log", "forgetting")),
     ("tupe", padded(131)),
+    ("grape_a:gate=both", padded(131)),
+    ("pairwise_forgetting", padded(5, 41)),
     ("t5_bias", {"n": 1, "m": 33}),
     ("fire", padded(70) | {"dtype": torch.bfloat16}),
     (table(20, 2, 0.5), skipping(3, 33, start=0.25)),
@@ -106,6 +108,7 @@ def backward(monkeypatch):
         release(dense, {"n": 131, "padding": left_padding(131)}),
         release("t5_bias", padded(131)),
         release("nope", padded(131)),
+        release("grape_a:gate=both", padded(131)),
     ],
 )
 def test_gradients(backward, spec, call):

@@ -73,3 +73,12 @@ def test_equals_the_reference(spec, kind):
 def test_matrix():
     bias = torch.randn(1, H, 150, 150)
     compare("flex", lambda device: (bias, DenseBias(bias)), n=150, padding=left_padding(150), grads=False)
+
+
+@pytest.mark.parametrize("spec", ["grape_a", "grape_a:gate=both"])
+def test_products_of_gates(spec):
+    compiled = 0
+    for n, m in ((150, 150), (301, 301), (140, 391)):
+        compare("flex", spec, n=n, m=m, padding=left_padding(m), grads=False)
+        compiled = compiled or counters["stats"]["unique_graphs"]
+        assert counters["stats"]["unique_graphs"] == compiled

@@ -92,6 +92,8 @@ COMBINATIONS = [
 def test_equals_the_reference(spec, call, small_blocks):
     if "documents" in call and capabilities(spec)["length_dependent"]:
         pytest.skip("documents do not share rows")
+    if capabilities(spec)["has_key_state"] and call in ("one query", "last queries"):
+        pytest.skip("earlier queries leave a state: see test_score_transforms")
     # the gradient of FIRE's last layer sums over all pairs terms that cancel
     tolerance = 0.03 if "bf16" in call else 1e-4 if "fire" in spec or call == "documents" else 2e-5
     compare(spec, tolerance, **CALLS[call])

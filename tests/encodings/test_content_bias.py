@@ -103,6 +103,23 @@ def forgetting(q, k, x, p, i, j, h, spec):
     return q[h, i] @ k[h, j] / math.sqrt(q.shape[2]) + sum(gates)
 
 
+def pairwise_forgetting(q, k, x, p, i, j, h, spec):
+    heads, width = len(q), len(p["project.weight"]) // (2 * len(q))
+    queries, keys = p["project.weight"].reshape(2, heads, width, -1)[:, h]
+    gates = [math.log(sigmoid(queries @ x[i] @ (keys @ x[t]) / math.sqrt(width))) for t in range(j, i)]
+    return q[h, i] @ k[h, j] / math.sqrt(q.shape[2]) + sum(gates)
+
+
+def grape_a(q, k, x, p, i, j, h, spec):
+    gate = 0.0
+    for name, vector in (("u", k[h, j]), ("v", q[h, i])):
+        if name in p:
+            unit = p[name][h] / (1 if "unit" in spec else np.linalg.norm(p[name][h]))
+            gate += np.log1p(np.exp(unit @ vector / math.sqrt(q.shape[2])))
+    slope = np.log1p(np.exp(p["raw_slope"][h])) * alibi_slopes(len(q))[h]
+    return q[h, i] @ k[h, j] / math.sqrt(q.shape[2]) - slope * gate * (i - j)
+
+
 CASES = {
     "huang:max_distance=3": huang,
     "huang:method=1,max_distance=3": huang,
@@ -120,6 +137,10 @@ CASES = {
     "cope:max_positions=3,scale_on=content": cope,
     "dape:base=alibi": dape,
     "forgetting": forgetting,
+    "pairwise_forgetting:gate_width=3": pairwise_forgetting,
+    "grape_a": grape_a,
+    "grape_a:gate=query": grape_a,
+    "grape_a:gate=both,unit_vectors=false": grape_a,
 }
 
 

@@ -58,6 +58,8 @@ def bias(*lines: str) -> str:
 
 
 TRANSFORMS_SCORES = ("Encoding", "transform_scores(self, scores, q, pos)")
+STATEFUL = "transform_scores_with_state(self, scores, q, pos, state)"
+SCALED = "scores[:, :1].exp()"
 NO_HEADS = bias("return -d")
 FUTURE = "-(i[:, None, :, None] - j[:, None, None]).sqrt().expand(-1, self.heads, -1, -1)"
 ANGLES = ("angles(self, at, pos)", "return at[..., None] * torch.ones(self.rotated // 2).to(at)")
@@ -72,6 +74,8 @@ FINE = {
     "absolute": hook("Absolute", "vectors(self, at)", "return at[..., None].expand(*at.shape, self.width) / 100"),
     "value": hook("Encoding", "value(self, v, pos)", "return v * (1 + pos.k[:, None, :, None]).to(v.dtype).rsqrt()"),
     "temperature": hook("Encoding", "transform_scores(self, scores, q, pos)", "return scores * 2"),
+    "key state": own("Encoding", "key_state_width = 1")
+    + method(STATEFUL, f"scores - state.mT - {SCALED}.cumsum(2) + {SCALED}, state + {SCALED}.sum(2)[:, :, :, None]"),
     "helper": bias("return self.norm(d)") + method("norm(self, d)", "-d.expand(self.heads, -1)"),
 }
 
@@ -179,6 +183,21 @@ WRONG = {
         "Rotary", *ANGLES
     )
     + method("rotation_regions(self, pos)", f"2 * ({ALL_PAIRS},)"),
+    ("Mine.transform_scores_with_state returned (2, 4, 11, 11), expected scores and state: ", 4): own(
+        "Encoding", "key_state_width = 1"
+    )
+    + method(STATEFUL, "scores"),
+    ("Mine.transform_scores_with_state gives two blocks of queries other values than one block", 4): own(
+        "Encoding", "key_state_width = 1"
+    )
+    + method(STATEFUL, f"(scores - state.mT, state + {SCALED}.sum(2)[:, :, :, None])"),
+    ("Mine.transform_scores_with_state is never called while key_state_width is 0", 3): hook(
+        "Encoding", STATEFUL, "return scores, state"
+    ),
+    ("Mine.transform_scores returned weights with a sum of 11, expected at most 1", 4): own(
+        "Encoding", "returns_log_weights = True"
+    )
+    + method("transform_scores(self, scores, q, pos)", "scores - scores.detach()"),
     ("Mine.rotate gives", 4): own("Encoding", "fixed_rotation = True")
     + method("rotate(self, x, at, pos, key=False)", "x * pos.k.shape[1]"),
 }

@@ -121,7 +121,8 @@ def test_cope_of_x_transformers():
 
 def test_forgetting_of_x_transformers():
     theirs = library("x_transformers.x_transformers").DataDependentAlibi(dim=24, heads=3)
-    ours = build("forgetting", 3, 24)
+    ours = build("forgetting:init=5", 3, 24)
+    assert torch.equal(ours.bias, theirs.to_forget_gates[0].bias)
     x, q = torch.randn(2, 17, 24), torch.randn(2, 3, 17, 8)
     with torch.no_grad():
         linear = theirs.to_forget_gates[0]
@@ -130,3 +131,22 @@ def test_forgetting_of_x_transformers():
         pos = Positions.arange(17)
         got = ours.content_bias(q, q, pos, ours.token_features(x)).materialize(pos).float().tril()
         torch.testing.assert_close(got, theirs(x).tril(), rtol=1e-5, atol=1e-5)
+
+
+def test_forgetting_of_pairs_in_x_transformers():
+    theirs = library("x_transformers.x_transformers").PerRowDataDependentAlibi(dim=24, heads=3)
+    ours, x, q, pos = build("pairwise_forgetting", 3, 24), *torch.randn(2, 2, 17, 24), Positions.arange(17)
+    with torch.no_grad():
+        ours.project.weight.copy_(theirs.to_forget_gates[0].weight)
+        q = q.unflatten(2, (3, -1)).transpose(1, 2)
+        got = ours.content_bias(q, q, pos, ours.token_features(x)).materialize(pos).tril()
+        torch.testing.assert_close(got, theirs(x).tril(), rtol=1e-5, atol=1e-5)
+
+
+def test_selective_attention_of_x_transformers():
+    theirs = library("x_transformers.attend").selective_attn
+    torch.manual_seed(0)
+    q, k, ours, pos = *torch.randn(2, 2, 3, 17, 8), build("selective", 3, 24), Positions.arange(17)
+    scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(17, 17, dtype=torch.bool).triu(1), float("-inf"))
+    got, _ = ours.transform_scores_with_state(scores, q, pos, torch.zeros(2, 1, 17, 1))
+    torch.testing.assert_close(got, theirs(scores), rtol=1e-6, atol=1e-6)

@@ -23,6 +23,7 @@ rope:scaling=yarn,factor=2,original_length=9,ramp=paper,truncate=false  rope:kee
 rope:scaling=yarn,factor=2,original_length=9,temperature=2,mscale=1
 rope:scaling=proportional,keep=0.5,original_length=9  string:shift=4,window=2,original_length=9
 rope:scaling=linear,factor=2,truncate_low=0  xpos:decay=0.9,gamma=1  forgetting:max_timescale=9
+forgetting:gate=fixed,init=5
 dape:base=alibi,rotary_fraction=0.5  bipe:factor=3  bipe:inter=alibi,base=500  bipe:intra=sinusoidal,max_intra=9
 longrope:original_length=64,factors=2,attention=none,factor=4  longrope:original_length=64,start_tokens=8
 longrope:original_length=64,short=scaled  longrope:original_length=64,attention=yarn
@@ -93,6 +94,8 @@ OTHERS = {
     "deberta:buckets=3": "buckets=3 must be 4 to below max_distance=512",
     "deberta:c2p=false,p2c=none": "has no positions: use 'nope'",
     "forgetting:gate=bias,min_timescale=9,max_timescale=3": "min_timescale=9 is more than max_timescale=3",
+    "fope": f"needs the training length: {LENGTH}",
+    "fope:original_length=6": "no pair rotates once within .*6 tokens: train on at least 7",
     "self_extend:group=3,window=4": "group=3 does not divide window=4: change one of them",
     "self_extend": f"takes window from the original length: give window=N or {LENGTH.removeprefix('give ')}",
     "dual_chunk:chunk=5": "takes max_position from the original length: give max_position=N",
@@ -123,6 +126,7 @@ def test_refusals(spec, words):
     [
         ("alibi", 5, 32, None, "5 heads do not divide a model width of 32"),
         ("complex", 1, 5, None, "must be even, not 5"),
+        ("fope", 4, 8, 64, "a head needs at least 4 elements, not 2"),
         *((spec, 4, 36, None, "rotated width must be even and at least 2, not 9") for spec in ("rope", "xpos")),
         *((f"{name}:max_positions=10", 4, 32, 64, "less than the training length 64") for name in ("learned", "tupe")),
     ],
@@ -183,6 +187,7 @@ def test_what_is_open_is_the_models(spec, trained, taken):
         ("rope", "rope:scaling=linear,factor=2", r"is scaled \(linear\), and 'rope' .*: name a scaling.*scaling=none"),
         ("clex", "rope:scaling=yarn,factor=2", r"is scaled \(yarn\), and 'clex' would drop that: use rope"),
         ("longrope:factors=2", "clex", r"is scaled \(clex\)"),
+        ("rope", "fope", r"is scaled \(fope\)"),
         ("bipe", HALF, "'bipe' has no option rotary_fraction"),
         ("longrope:factors=2", "rope:logn=clipped", "has no option logn, but the model's rotation has logn=clipped"),
         ("rope", "of_somebody_else", "unknown encoding 'of_somebody_else'"),

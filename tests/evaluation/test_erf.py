@@ -72,6 +72,8 @@ SPECS = [
     "cope",
     "dape",
     "forgetting",
+    "selective:base=alibi",
+    "stick_breaking",
     "rope:local=6,null_logit=learned",
     "alibi:block=9,softcap=2",
 ]
@@ -84,7 +86,7 @@ def test_field_is_that_of_the_whole_softmax_matrix(task, blocks, rpe):
     field = field_of(model, blocks)
     assert torch.equal(model(blocks)[0], plain)
     for layer, (weights, _) in zip(field.layers, seen_by(model, blocks, torch.float32), strict=True):
-        if "null_logit" in rpe:  # the weights of the keys add up to less than 1
+        if "null_logit" in rpe or "stick" in rpe:  # the weights of the keys add up to less than 1
             weights = weights / weights.sum(-1, keepdim=True)
         seen = [weights[:, :, i, : i + 1].flip(-1) for i in range(LENGTH - ROWS, LENGTH)]
         near = torch.stack([F.pad(row, (0, LENGTH - row.shape[-1])) for row in seen], 2)  # by distance

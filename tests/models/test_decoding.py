@@ -48,7 +48,16 @@ def little_room(monkeypatch):
 
 @pytest.mark.parametrize(
     "spec",
-    representatives("rotates", "prepare_positions", "adds_bias", "content_bias", "transform_scores", "changes_values"),
+    representatives(
+        "rotates",
+        "prepare_positions",
+        "adds_bias",
+        "content_bias",
+        "transform_scores",
+        "has_key_state",
+        "returns_log_weights",
+        "changes_values",
+    ),
 )
 def test_chunks_in_bfloat16(task, spec):
     model, x = make_model(task, spec, compute_dtype="bf16"), tokens(3, 23)

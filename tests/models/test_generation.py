@@ -26,7 +26,7 @@ from fairseq_rpe.decoder.generation import (
 
 EOS = 2
 SPECS = ["alibi", "rope", "fire", "shaw:max_distance=5", "cope:max_positions=5", "forgetting", "sinusoidal"]
-SPECS += ["bipe:segment_delimiters=</s>+w1+w2", "self_extend:group=4,window=8"]
+SPECS += ["bipe:segment_delimiters=</s>+w1+w2", "self_extend:group=4,window=8", "selective:base=rope", "stick_breaking"]
 PROMPTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21], [5], [30, 31, 32, 2, 33, 34, 35, 36, 37, 38, 39]]
 MOST = 9
 

@@ -98,7 +98,7 @@ def unavailable_reason(on_gpu: bool) -> str | None:
 
 def unsupported_reason(plan: AttentionPlan) -> str | None:
     """Return why this backend supports an encoding on no device; None if it supports it."""
-    if plan.transform_scores is not None or plan.relative_values is not None:
+    if plan.transforms_scores or plan.relative_values is not None:
         return "this encoding needs all scores of a query, which backend 'triton' never holds: use 'sdpa'"
     if plan.rotation_regions is not None:
         return "backend 'triton' rotates all pairs alike, which this encoding does not: use 'sdpa'"
