@@ -13,6 +13,7 @@ from fairseq_rpe.core.looks import RegisteredLook, make_look
 from fairseq_rpe.core.spec import Option, canonical, configure, did_you_mean, list_options, parse
 
 T = TypeVar("T")
+MAX_LISTED = 30  # names in a message about an unknown name
 
 
 def _describe_item(item: Any) -> str:
@@ -157,9 +158,12 @@ class Registry(Generic[T]):
         """Return the class with this name.
 
         Raises:
-            UserError: There is none; the message suggests the closest name and lists all names.
+            UserError: There is none; the message suggests the closest name and lists up to ``MAX_LISTED`` names.
         """
         if name not in self._table and name not in self.names():  # names() loads the entry points
-            names, hint = ", ".join(self.names()), did_you_mean(name, self._table)
-            raise UserError(f"unknown {self.kind} '{shorten_path(name)}'{hint}; known: {names}{self.hint}")
+            names, hint = self.names(), did_you_mean(name, self._table)
+            listed = ", ".join(names[:MAX_LISTED])
+            if len(names) > MAX_LISTED:
+                listed += f" and {len(names) - MAX_LISTED} more"
+            raise UserError(f"unknown {self.kind} '{shorten_path(name)}'{hint}; known: {listed}{self.hint}")
         return self._table[name]

@@ -16,7 +16,7 @@ from fairseq_rpe.encodings.base import CosSin, Rotary, register
 from fairseq_rpe.encodings.rope_scalings import count_rotating_pairs
 
 
-@register("fope", colour="sky blue", marker="P")
+@register("fope", colour="sky blue", marker="v")
 class Fope(Rotary):
     """Fourier position embedding (Hua et al. 2024, arXiv 2412.17739).
 

@@ -109,7 +109,7 @@ class Forgetting(Encoding):
         return {} if self.config.gate == "full" else {"time": -1 / F.logsigmoid(self.bias)}
 
 
-@register("pairwise_forgetting", colour="vermilion", marker="D")
+@register("pairwise_forgetting", colour="vermilion", marker="<")
 class PairwiseForgetting(Encoding):
     """Forget gates of pairs of tokens: bias_ij = Σ_(l=j…i-1) ln σ(q'_i·k'_l/sqrt(E)), q' = W_q x, k' = W_k x per head.
 

@@ -14,7 +14,7 @@ from fairseq_rpe.encodings.alibi import slopes
 from fairseq_rpe.encodings.base import Encoding, count_distances, is_sparse, register
 
 
-@register("grape_a", colour="vermilion", marker="^")
+@register("grape_a", colour="vermilion", marker=">")
 class GrapeAdditive(Encoding):
     """Additive GRAPE (Zhang et al. 2025, arXiv 2512.07805): bias_ij = -ω_h·g_ij·(i - j) with gates g_ij > 0.
 

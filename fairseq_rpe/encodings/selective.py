@@ -17,7 +17,7 @@ from fairseq_rpe.encodings.adjusted_encoding import (
 from fairseq_rpe.encodings.base import register
 
 
-@register("selective", colour="violet", marker="v")
+@register("selective", colour="green", marker="o")
 class Selective(AdjustedEncoding):
     """Selective attention (Leviathan et al. 2024, arXiv 2410.02703, section 3.3): score = s_ij - F_ij, no parameters.
 

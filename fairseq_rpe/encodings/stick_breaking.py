@@ -11,7 +11,7 @@ from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 
 
-@register("stick_breaking", colour="violet", marker="o")
+@register("stick_breaking", colour="green", marker="s")
 class StickBreaking(Encoding):
     """Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980), which replaces the softmax and has no parameters.
 

@@ -94,7 +94,7 @@ def test_a_batch_marks_the_answer_and_needs_no_mask(made):
         assert target[i][answer].tolist() == row[prompt:].tolist()
         assert tokens[i, : len(row) - 1].tolist() == row[:-1].tolist() and (tokens[i, len(row) - 1 :] == PAD).all()
     assert batch["ntokens"] == data.sizes.sum() and data.collater([]) == {} and tokens.eq(PAD).any()
-    positions, padding = positions_from_padding(tokens.eq(PAD), tokens.shape[1], length_dependent=False)
+    positions, padding = positions_from_padding(tokens.eq(PAD), tokens.shape[1], masks_end=False)
     assert padding is None and positions.contiguous
 
 
