@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from fairseq_rpe.core import Positions
+from fairseq_rpe.encodings import Encoding, build
 
 
 def exact(n: int, m: int | None = None) -> Positions:
@@ -33,3 +34,13 @@ def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
 def softmax(logits: np.ndarray) -> np.ndarray:
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
+
+
+@torch.no_grad()
+def lively(spec: str, heads: int, width: int) -> Encoding:
+    """An encoding in float64 with changed parameters: what is learned starts small, or at 0, which would hide it."""
+    torch.manual_seed(0)
+    encoding = build(spec, heads, heads * width).double()
+    for parameter in encoding.parameters():
+        parameter += 0.3 * torch.randn_like(parameter)
+    return encoding

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from numeric import exact, softmax, vectors
+from numeric import exact, lively, softmax, vectors
 from refusal import refused
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, verdict
@@ -142,16 +142,6 @@ CASES = {
     "grape_a:gate=query": grape_a,
     "grape_a:gate=both,unit_vectors=false": grape_a,
 }
-
-
-@torch.no_grad()
-def lively(spec, heads, width):
-    """What is learned starts small, or at 0, which would hide it."""
-    torch.manual_seed(0)
-    encoding = build(spec, heads, heads * width).double()
-    for parameter in encoding.parameters():
-        parameter += 0.3 * torch.randn_like(parameter)
-    return encoding
 
 
 def attended(encoding, q, k, v, x, backend="reference"):

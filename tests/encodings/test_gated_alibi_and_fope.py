@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from numeric import exact, vectors
+from numeric import exact, lively, vectors
 from refusal import refused
 
 from fairseq_rpe import RelativeAttention, attend
@@ -111,16 +111,6 @@ def test_layers_of_fope_have_matrices_of_their_own_that_checkpoints_store():
     assert load_weights(made, [x.state_dict() for x in trained]) is None
     assert all(torch.equal(a.cosine_matrix, b.cosine_matrix) for a, b in zip(made, trained, strict=True))
     assert not list(made.parameters())
-
-
-@torch.no_grad()
-def lively(spec, heads, width):
-    """What is learned starts small, which would hide it."""
-    torch.manual_seed(0)
-    encoding = build(spec, heads, heads * width).double()
-    for parameter in encoding.parameters():
-        parameter += 0.3 * torch.randn_like(parameter)
-    return encoding
 
 
 @pytest.mark.parametrize("spec", EACH)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from numeric import exact, softmax, vectors
+from numeric import exact, lively, softmax, vectors
 from refusal import refused
 
 from fairseq_rpe import RelativeAttention, attend
@@ -107,16 +107,6 @@ def dape(s, p, heads, spec):
         total = alibi(s, heads)[:, i, : i + 1] + np.array(changes).T + p["out.bias"][:, None]
         weights[:, i, : i + 1] = softmax(total)
     return weights
-
-
-@torch.no_grad()
-def lively(spec, heads, width):
-    """What is learned starts small, which would hide it."""
-    torch.manual_seed(0)
-    encoding = build(spec, heads, heads * width).double()
-    for parameter in encoding.parameters():
-        parameter += 0.3 * torch.randn_like(parameter)
-    return encoding
 
 
 @pytest.mark.parametrize("spec", [*STICKS, *EACH[2:]])
