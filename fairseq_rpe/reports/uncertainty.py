@@ -271,8 +271,8 @@ def ties_with_best(
 
     Returns:
         The methods whose difference from the best one has a p-value of at least ``SIGNIFICANCE`` after Holm's
-        correction for all methods of the column. None if a method has no scores, or scores of other tokens or examples,
-        so that the methods cannot be compared in pairs.
+        correction for all methods of the column; methods with the mean of the best one are left out. None if a method
+        has no scores, or scores of other tokens or examples, so that the methods cannot be compared in pairs.
     """
     if not means:
         return set()
@@ -284,9 +284,8 @@ def ties_with_best(
             return None
         if name != best:
             p_values[name] = paired_p_value(reference, other)
-    return {
-        name for name, p in zip(p_values, statistics.holm(list(p_values.values())), strict=True) if p >= SIGNIFICANCE
-    }
+    adjusted = dict(zip(p_values, statistics.holm(list(p_values.values())), strict=True))
+    return {name for name, p in adjusted.items() if p >= SIGNIFICANCE and means[name] != means[best]}
 
 
 def paired_p_value(first: ClusteredScores, second: ClusteredScores) -> float:

@@ -104,7 +104,10 @@ def test_results_without_segments_have_the_table_of_earlier_versions():
 
 
 def test_a_column_whose_methods_have_different_segments_has_no_marks(monkeypatch):
-    results = perplexities_of({"alibi": {64: DIFFICULTY, 256: DIFFICULTY}, "rope": {64: DIFFICULTY, 256: DIFFICULTY}})
+    noise = 0.01 * (-1.0) ** np.arange(DOCUMENTS)
+    noise[1] = 0.0  # the mean is above 0
+    curves = {"alibi": {64: DIFFICULTY, 256: DIFFICULTY}, "rope": {64: DIFFICULTY + noise, 256: DIFFICULTY + 3 * noise}}
+    results = perplexities_of(curves)
     table = perplexities._perplexity_table(models_of(results), results)
     assert [cell.text.count("≈") for cell in table.rows[1].cells] == [1, 1, 1]
     rows = [*results.results]
@@ -113,6 +116,12 @@ def test_a_column_whose_methods_have_different_segments_has_no_marks(monkeypatch
     table = perplexities._perplexity_table(models_of(results), results)
     assert [cell.text.count("≈") for cell in table.rows[1].cells] == [1, 0, 0]
     assert "not all methods have losses of the same segments" in table.caption
+
+
+def test_a_method_with_the_value_of_the_best_one_has_no_mark():
+    results = perplexities_of({"alibi": {64: DIFFICULTY}, "rope": {64: DIFFICULTY}})
+    table = perplexities._perplexity_table(models_of(results), results)
+    assert len(table.rows) == 2 and not any("≈" in cell.text for row in table.rows for cell in row.cells)
 
 
 def test_csv_has_bounds_of_perplexities_after_the_columns_of_earlier_versions():
