@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_rpe.attention import AttentionPlan, check_eps, choose_backend
-from fairseq_rpe.attention.forward import build_plan, check_separable, positions_from_documents, positions_from_padding
+from fairseq_rpe.attention.forward import (
+    build_plan,
+    check_separable,
+    needs_end_mask,
+    positions_from_documents,
+    positions_from_padding,
+)
 from fairseq_rpe.core.bias import ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
@@ -80,7 +86,7 @@ class Decoder(nn.Module):
         self.position_transforms = position_transforms
         self.length_dependent = any(e.length_dependent for e in encodings)
         self.needs_token_ids = any(e.needs_token_ids for e in encodings)
-        self.has_key_state = any(e.has_key_state for e in encodings)
+        self.masks_end = any(map(needs_end_mask, encodings))
         self.compute = torch.bfloat16 if config.compute_dtype == "bf16" else None
         self.attend = choose_backend(config.backend, encodings)
         self.eps = 0.0
@@ -254,8 +260,7 @@ class Decoder(nn.Module):
             The positions, and the padding (B, m) that attention must mask, or None.
         """
         is_padding = tokens.eq(self.padding_idx)
-        masks_end = self.length_dependent or self.has_key_state
-        positions, padding = positions_from_padding(is_padding, n, masks_end, self._position_dtype())
+        positions, padding = positions_from_padding(is_padding, n, self.masks_end, self._position_dtype())
         transform = self.position_transforms.active(self.training)
         if transform is None:
             return positions, padding

@@ -49,7 +49,7 @@ class Encoding(OptionalAttention):
         paper: authors, year and arXiv number of the paper in one line, shown by ``fairseq-rpe list``.
         family: key of :data:`FAMILIES`, by which the table of encodings is ordered; base classes set it.
         figure_options: options of the spec with which figures of all encodings draw it, such as ``window=64``.
-        dape_base: whether ``dape`` can adjust the bias of this encoding, at the default options.
+        dape_base: whether ``dape`` and ``selective`` can adjust the scores of this encoding, at the default options.
         sharing_modes: possible ways to share parameters, the default first: "model", one set for all layers, or
             "layer", one set for each layer.
         max_queries_per_call: function of (positions, dtype) that returns how many queries ``rotate`` can process in

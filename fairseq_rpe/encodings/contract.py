@@ -399,7 +399,7 @@ class _ContractCheck(HookProbe):
             self._check_key_state(tensors["q"], tensors["k"])
 
     def _check_key_state(self, q: Tensor, k: Tensor) -> None:
-        """Check that two blocks of queries give the same as all n queries (B, H, n, D) at once, by the state."""
+        """Check that two blocks of queries, the second with the state after the first, equal all n queries at once."""
         n, first, name = self.tokens, self.tokens // 2, "transform_scores_with_state"
         pos, begin = (self.checked_positions(self._arange(torch.float64, m)) for m in (n, first))
         rest = self.checked_positions(self._arange(torch.float64, n, queries=n - first))

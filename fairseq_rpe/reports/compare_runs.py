@@ -198,7 +198,7 @@ def _result_type(row: Mapping[str, object]) -> type[Any] | None:
 
 
 def _of_finished_training(path: Path, results: list[ModelResult]) -> list[ModelResult]:
-    """Return the results of the last checkpoint of a run, or of the best one; all without a record of its end."""
+    """Return the results of a run's last checkpoint, or of its best one; all results if no training is recorded."""
     for checkpoints in (RunFolder(path).checkpoints, CheckpointFolder(path)):
         record = checkpoints.read_record()
         if record is None:

@@ -89,7 +89,7 @@ class ClusteredScores:
         return np.concatenate(sums), np.concatenate(counts)
 
     def _stratified_deviations(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return sums and counts (G,) with the mean over strata, whose deviations are those within the strata.
+        """Return sums and counts (G,) from which ``clustered_mean`` computes the mean over strata and its error.
 
         With G_h clusters in stratum h, the variance of the mean over H strata is
         Σ_h H⁻²·G_h/(G_h − 1)·Σ_c (s_c − n_c·m_h)² / N_h². A stratum of one cluster has no spread of its own, so the

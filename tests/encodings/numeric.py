@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fairseq_rpe import RelativeAttention
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import Encoding, build
 
@@ -44,3 +45,21 @@ def lively(spec: str, heads: int, width: int) -> Encoding:
     for parameter in encoding.parameters():
         parameter += 0.3 * torch.randn_like(parameter)
     return encoding
+
+
+@torch.no_grad()
+def check_padding(spec: str, *rows: str) -> None:
+    """Rows of 13 tokens with padding have the outputs of the same rows without it, in one pass and with a cache.
+
+    A row is a text of 1 for a token and 0 for padding. The first call with the cache reads eight tokens, of which the
+    last ones may be padding.
+    """
+    layer = RelativeAttention(16, 2, lively(spec, 2, 8).float()).eval()
+    is_real = torch.tensor([[sign == "1" for sign in row] for row in rows])
+    x = torch.randn(*is_real.shape, 16)
+    whole, cache = layer(x, padding=~is_real), layer.new_cache()
+    steps = [layer(x[:, len(cache) : stop], cache, padding=~is_real[:, :stop]) for stop in range(8, x.shape[1] + 1)]
+    for row, real in enumerate(is_real):
+        alone = layer(x[row, real][None])[0]
+        torch.testing.assert_close(whole[row, real], alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat(steps, 1)[row, real], alone, rtol=1e-5, atol=1e-5)

@@ -10,10 +10,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from numeric import exact, lively, vectors
+from numeric import check_padding, exact, lively, vectors
 from refusal import refused
 
-from fairseq_rpe import RelativeAttention, attend
+from fairseq_rpe import attend
 from fairseq_rpe.analysis.convergence import DEPENDS, DIVERGES, verdict
 from fairseq_rpe.attention import content_bias
 from fairseq_rpe.core import Positions
@@ -129,21 +129,9 @@ def test_gradients(spec, monkeypatch):
     assert torch.autograd.gradcheck(run, (*inputs, *encoding.parameters()), fast_mode=True)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("spec", EACH)
 def test_rows_with_padding_are_rows_without(spec):
-    """Before, amid and after the tokens, in one pass and with a cache whose prefill has padding at the end."""
-    layer = RelativeAttention(16, 2, lively(spec, 2, 8).float()).eval()
-    is_real = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1], [1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1]]).bool()
-    x = torch.randn(2, 13, 16)
-    whole, cache = layer(x, padding=~is_real), layer.new_cache()
-    steps = []
-    for part in x.split([8] + [1] * 5, 1):
-        steps.append(layer(part, cache, padding=~is_real[:, : len(cache) + part.shape[1]]))
-    for row in range(2):
-        alone = layer(x[row, is_real[row]][None])[0]
-        torch.testing.assert_close(whole[row, is_real[row]], alone, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.cat(steps, 1)[row, is_real[row]], alone, rtol=1e-5, atol=1e-5)
+    check_padding(spec, "0011100111011", "1001100011111")
 
 
 @pytest.mark.parametrize("spec", EACH)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from numeric import exact, lively, softmax, vectors
+from numeric import check_padding, exact, lively, softmax, vectors
 from refusal import refused
 
 from fairseq_rpe import RelativeAttention, attend
@@ -137,7 +137,7 @@ def test_gradients(spec, monkeypatch):
 
 
 def test_the_state_passes_between_blocks_with_a_null_logit(monkeypatch):
-    """Those blocks are checkpointed by torch: 150 queries in two."""
+    """The backend computes 150 queries in two blocks, and torch computes the blocks again in the backward pass."""
     monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.sdpa"), "PAIR_ELEMENTS", 1)
     encoding, inputs = build("selective:null_logit=learned", 2, 8).double(), vectors(1, 2, 150, 4)
     leaves = [*(x.requires_grad_() for x in inputs), *encoding.parameters()]
@@ -152,18 +152,7 @@ def test_the_state_passes_between_blocks_with_a_null_logit(monkeypatch):
 @pytest.mark.parametrize("first_row", ["0011100111011", "1111111111111"])
 @pytest.mark.parametrize("spec", EACH)
 def test_rows_with_padding_are_rows_without(spec, first_row):
-    """Before, amid and after the tokens, in one pass and with a cache whose prefill may have padding at its end."""
-    layer = RelativeAttention(16, 2, lively(spec, 2, 8).float()).eval()
-    is_real = torch.tensor([[sign == "1" for sign in row] for row in (first_row, "1111000011111")])
-    x = torch.randn(2, 13, 16)
-    with torch.no_grad():
-        whole, cache = layer(x, padding=~is_real), layer.new_cache()
-        stops = [8, 9, 10, 11, 12, 13]
-        steps = [layer(x[:, len(cache) : stop], cache, padding=~is_real[:, :stop]) for stop in stops]
-        for row in range(2):
-            alone = layer(x[row, is_real[row]][None])[0]
-            torch.testing.assert_close(whole[row, is_real[row]], alone, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(torch.cat(steps, 1)[row, is_real[row]], alone, rtol=1e-5, atol=1e-5)
+    check_padding(spec, first_row, "1111000011111")
 
 
 @pytest.mark.parametrize("spec", EACH)
