@@ -1,4 +1,4 @@
-"""Peak memory and time of attention with content-dependent biases, compared with dense implementations.
+"""Peak memory and time of attention with content-dependent biases and of PoPE, compared with dense implementations.
 
     python benchmarks/content.py --threads 2 --csv benchmarks/results/content.csv
 
@@ -6,7 +6,7 @@ Attention is causal in float32, with eight heads of 64 and one text. The script 
 backward with the gradients of q, k, v and of learned parameters. ``blocks`` is this project's implementation: it
 computes the bias for blocks of queries, and again in the backward pass. ``dense`` is the usual implementation: torch's
 attention with the n×n bias of each head, shifted as in Music Transformer and Transformer-XL. For encodings that change
-all scores, ``dense`` is the reference with its n×n matrices.
+all scores or replace q·k, and for PoPE, ``dense`` is the reference with its matrices.
 
 Memory is the peak of a step in a separate process, inputs included, as a multiple of torch's causal attention without a
 bias in another process. Time is the median of --repeats runs, timed in rotation in one process. An implementation that
@@ -38,9 +38,12 @@ from fairseq_rpe.utils.table import Cell, Table, TableRow
 
 HEADS, WIDTH = 8, 64
 NONE = "no bias"
-SPECS = ["shaw", "shaw:values=true", "music", "transformer_xl", "deberta", "forgetting", "cope", "dape"]
+SPECS = ["pope", "shaw", "shaw:values=true", "music", "transformer_xl", "deberta", "forgetting", "cope", "dape"]
+SPECS += ["dape:kernel=3", "grape_a", "grape_a:gate=both", "pairwise_forgetting", "stick_breaking", "selective"]
+SPECS += ["selective:base=rope", "path", "path:gate=forget", "wall"]
 COPIES = 8  # n×n matrices of all heads that a dense implementation may store at once
 COPIES_ALL_SCORES = 32  # the same where the encoding changes all scores
+COPIES_PRODUCT = 4 * WIDTH  # the same where the definition of a product of queries and keys needs n·n·D numbers
 CODE_LENGTH = 256  # tokens of a first step, which loads code before memory is measured
 
 
@@ -59,7 +62,8 @@ def make_step(spec: str, implementation: str, n: int, training: bool) -> Callabl
         pos = Positions.arange(n)
         plan = build_plan(encoding, pos, None, BACKENDS["sdpa" if implementation == "blocks" else "reference"])
         features = compute_token_features(x, plan)
-        if implementation == "blocks" or encoding.needs_all_scores:
+        is_bias = encoding.has_content_bias and not encoding.needs_all_scores and not encoding.has_score_product
+        if implementation == "blocks" or not is_bias:
             return run_attention(q, k, v, plan, 0.0, features)
         content_bias = encoding.content_bias(encoding.rotate(q, pos.q, pos), k, pos, features)
         bias = materialize_fast(content_bias, pos).float().masked_fill(future, float("-inf"))
@@ -104,8 +108,9 @@ def measure_peak(spec: str, implementation: str, n: int, training: bool, threads
 
 def predict_dense_bytes(spec: str, n: int) -> int:
     """Return the bytes that a dense implementation may need."""
-    needs_all_scores = build(spec, HEADS, HEADS * WIDTH, n).needs_all_scores
-    return (COPIES_ALL_SCORES if needs_all_scores else COPIES) * 4 * HEADS * n * n
+    encoding = build(spec, HEADS, HEADS * WIDTH, n)
+    copies = COPIES_ALL_SCORES if encoding.needs_all_scores else COPIES
+    return (COPIES_PRODUCT if encoding.has_score_product else copies) * 4 * HEADS * n * n
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, object]]:

@@ -30,7 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from fairseq_rpe.attention.triton import bias_gradient, kernels, tiles, tuning
+from fairseq_rpe.attention.triton import bias_gradient, content_gradient, kernels, tiles, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 STEPS = 4  # steps of the binary search among 9 to 16 pieces, as FIRE's ReLUs give
@@ -41,10 +41,19 @@ BIASES = {
     "line": tiles.CURVE.value,
     "curve": tiles.CURVE.value + STEPS,
 }
+# biases that depend on the tokens: gates of forgetting, products of queries (shaw), these and a term of keys
+# (transformer_xl), products of queries and of keys (deberta)
+CONTENTS = {
+    "tokens": tiles.TOKENS.value,
+    "by_query": tiles.BY_QUERY.value,
+    "tokens+by_query": tiles.TOKENS.value + tiles.BY_QUERY.value,
+    "by_query+by_key": tiles.BY_QUERY.value + tiles.BY_KEY.value,
+}
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # a window, a softcap, a null logit, and four query heads per key head
 OPTIONS = ("window", "softcap", "null", "groups")
-FLOATS = ("lse", "delta", "table", "null", "sums", "near_grad")
+FLOATS = ("lse", "delta", "table", "null", "sums", "near_grad", "query_sums", "key_sums")
+FLOATS += ("query_terms", "key_terms", "query_table", "key_table")
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,14 @@ class Case:
     padded: bool = False
     pruned: bool = False
     options: tuple[str, ...] = ()  # of OPTIONS
+
+    @property
+    def position_bias(self) -> int:
+        return BIASES.get(self.bias, tiles.NONE.value)
+
+    @property
+    def content(self) -> int:
+        return CONTENTS.get(self.bias, 0)
 
     @property
     def block_d(self) -> int:
@@ -80,22 +97,27 @@ def argument_type(name: str, case: Case) -> str:
     if name in ("first", "until"):
         return "*i32"
     if name in ("at_q", "at_k"):
-        return "*fp32" if BIASES[case.bias] >= tiles.CURVE.value else "*i32"
+        return "*fp32" if case.position_bias >= tiles.CURVE.value else "*i32"
     return "*fp32" if name in FLOATS else f"*{case.dtype}"
 
 
 def measure(case: Case, arch: int) -> tuple[int, int, int]:
     """Return registers per thread, spilled bytes and bytes of shared memory."""
-    kernel = getattr(kernels, case.kernel, None) or getattr(bias_gradient, case.kernel)
+    [kernel] = [getattr(x, case.kernel) for x in (kernels, bias_gradient, content_gradient) if hasattr(x, case.kernel)][
+        :1
+    ]
     m, n, warps, stages = case.size
     constants: dict[str, Any] = {"BLOCK_M": m, "BLOCK_N": n, "SIZE": m, "WIDTH": case.width, "BLOCK_D": case.block_d}
-    constants |= {"BIAS": BIASES[case.bias], "PADDED": case.padded}
+    constants |= {"BIAS": case.position_bias, "CONTENT": case.content, "PADDED": case.padded}
     constants |= {"CAPPED": "softcap" in case.options, "GROUP": 4 if "groups" in case.options else 1}
     constants |= {} if case.pruned else {"first": None}
     constants |= {} if "window" in case.options else {"window": None}
     constants |= {} if "null" in case.options else {"null": None}
     constants |= {"low": None} if case.dtype == "fp32" else {}
     constants |= {} if constants["BIAS"] >= tiles.CURVE.value else {"near_grad": None}
+    constants |= {} if case.content & tiles.BY_QUERY.value else {"query_sums": None}
+    sums_of_keys = tiles.BY_KEY.value if case.kernel == "content_sums" else tiles.TOKENS.value | tiles.BY_KEY.value
+    constants |= {} if case.content & sums_of_keys else {"key_sums": None}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else argument_type(name, case) for name in names}
     constants_by_index = {(names.index(name),): value for name, value in constants.items() if name in names}
@@ -118,18 +140,21 @@ def measure(case: Case, arch: int) -> tuple[int, int, int]:
     return int(match[1]), int(match[2]), compiled.metadata.shared
 
 
-def candidates(kernel: str, width: int, dtype: str, larger: bool = False) -> list[tuple[int, int, int, int]]:
+def candidates(
+    kernel: str, width: int, dtype: str, bias: str = "none", larger: bool = False
+) -> list[tuple[int, int, int, int]]:
     """Return the candidate sizes of a launch; ``larger``: whether the device or bias allows larger ones."""
     row = (1 << (width - 1).bit_length()) * BYTES[dtype]
     if kernel in tuning.SIZES:
-        return tuning.sizes(kernel, row, dtype == "fp32", larger)
+        return tuning.sizes(kernel, row, dtype == "fp32", larger, CONTENTS.get(bias, 0))
     size, warps, stages = bias_gradient.squares(kernel, row, dtype == "fp32")
     return [(size, size, warps, stages)]
 
 
 def applies(kernel: str, bias: str) -> bool:
     """Return whether a kernel supports a type of bias."""
-    unsupported = {"diagonal_sums": ("none", "positions"), "walked_sums": ("none", "table")}
+    unsupported = {"diagonal_sums": ("none", "positions", *CONTENTS), "walked_sums": ("none", "table", *CONTENTS)}
+    unsupported["content_sums"] = (*BIASES, "tokens")
     return bias not in unsupported.get(kernel, ())
 
 
@@ -147,10 +172,15 @@ def few_cases() -> Iterator[Case]:
         ("walked_sums", "line", 32, "fp32", False, False),
         ("query_gradient", "positions", 32, "fp32", True, False),
         ("walked_sums", "positions", 32, "fp32", True, False),
+        ("forward", "tokens", 64, "bf16", False, False),
+        ("query_gradient", "tokens+by_query", 64, "bf16", False, False),
+        ("key_gradient", "tokens+by_query", 64, "bf16", True, False),
+        ("content_sums", "by_query+by_key", 64, "bf16", False, False),
+        ("key_gradient", "tokens", 32, "fp32", False, False),
     ):
-        yield Case(kernel, candidates(kernel, width, dtype)[-1], bias, width, dtype, padded, pruned)
+        yield Case(kernel, candidates(kernel, width, dtype, bias)[-1], bias, width, dtype, padded, pruned)
     for kernel in ("forward", "query_gradient", "key_gradient"):
-        yield Case(kernel, candidates(kernel, 64, "bf16")[-1], "table", options=OPTIONS)
+        yield Case(kernel, candidates(kernel, 64, "bf16", "table")[-1], "table", options=OPTIONS)
 
 
 def table(widths: list[int], dtype: str, biases: list[str], archs: list[int], options: tuple[str, ...]) -> None:
@@ -159,17 +189,20 @@ def table(widths: list[int], dtype: str, biases: list[str], archs: list[int], op
     head = ["D", "kernel", "queries×keys", "warps", "stages", "KiB", *(f"{x}, {arch / 10}" for x, arch in columns)]
     print("|", " | ".join(head), "|")
     print("|", " | ".join(["--:", ":--", *["--:"] * (len(head) - 2)]), "|")
-    for width, kernel in product(widths, (*tuning.SIZES, "diagonal_sums", "walked_sums")):
-        for size in candidates(kernel, width, dtype, larger=True):
+    for width, kernel in product(widths, (*tuning.SIZES, "diagonal_sums", "walked_sums", "content_sums")):
+        listed = dict.fromkeys(x for bias in biases for x in candidates(kernel, width, dtype, bias, larger=True))
+        for size in listed:
             cells, most = [], 0
             for bias, arch in columns:
-                taken = candidates(kernel, width, dtype, larger=bias == "none" or arch // 10 == 9)
+                taken = candidates(kernel, width, dtype, bias, larger=bias == "none" or arch // 10 == 9)
                 if size not in taken or not applies(kernel, bias):
                     cells.append("")
                     continue
                 registers, spilled, shared = measure(Case(kernel, size, bias, width, dtype, options=options), arch)
                 most = max(most, shared)
                 cells.append(f"{registers} ({spilled})" if spilled else f"{registers}")
+            if not any(cells):
+                continue
             m, n, warps, stages = map(str, size)
             first = [str(width), f"`{kernel}`", f"{m}×{n}", warps, stages, str(-(-most // 1024))]
             print("|", " | ".join([*first, *cells]), "|", flush=True)
@@ -180,7 +213,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="10·major + minor (default: 80 90)")
     parser.add_argument("--width", type=int, nargs="+", default=[64, 128], help="widths of a head (default: 64 128)")
     parser.add_argument("--dtype", choices=list(BYTES), default="bf16")
-    parser.add_argument("--bias", choices=list(BIASES), nargs="+", default=["none", "table", "curve"])
+    parser.add_argument("--bias", choices=[*BIASES, *CONTENTS], nargs="+", default=["none", "table", "curve"])
     parser.add_argument("--options", choices=OPTIONS, nargs="*", default=[], help="attention options (default: none)")
     parser.add_argument("--few", action="store_true", help="one line per case: registers, spilled and shared bytes")
     args = parser.parse_args()

@@ -88,7 +88,7 @@ if [[ $small ]]; then
 fi
 
 if has pytest && has fairseq; then
-    tests=("$root"/tests/attention/test_{cuda,flex,triton,triton_curve,triton_prune}.py)
+    tests=("$root"/tests/attention/test_{cuda,flex,triton,triton_content,triton_curve,triton_prune}.py)
     step tests 110 "$python" -m pytest -q --maxfail=20 -p no:cacheprovider "${tests[@]}"
 else
     say "tests: skipped, they need pytest and fairseq"
@@ -96,7 +96,7 @@ fi
 dtype=bf16
 [[ $device == cuda ]] || dtype=fp32
 # one encoding for each type of bias; the next step has fewer, because flex takes long to compile each of them
-step selftest 130 "${rpe[@]}" selftest --device "$device" --encodings "nope rope alibi t5_bias kerple_log fire" --backends "reference sdpa triton" --out "$out"
+step selftest 130 "${rpe[@]}" selftest --device "$device" --encodings "nope rope alibi t5_bias kerple_log fire forgetting shaw" --backends "reference sdpa triton" --out "$out"
 step flex 80 "${rpe[@]}" selftest --device "$device" --encodings "nope kerple_log fire" --backends flex --dtype "$dtype" --out "$out/flex"
 step bench 80 "${rpe[@]}" bench --device "$device" --dtype "$dtype" --lengths 512,4096 --out "$out/bench"
 if has fairseq; then

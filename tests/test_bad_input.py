@@ -152,7 +152,7 @@ train {zoo}/absent --rpe alibi --out {here}/r  -> data folder absent does not ex
 sweep {zoo}/absent --encodings alibi --out {here}/s --lengths 64  -> data folder absent does not exist
 +eval|sliding|key-tokens|context-use|sweep --split exam  -> data has no exam.idx: it is not a binarised data folder with
 # specs
-+eval|key-tokens|train --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
++eval|key-tokens|train --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: abacus, alibi
 verdict|trf|fire-fit|bias|figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 +sweep --encodings typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 +eval|train --rpe ''  -> --rpe: is empty: write name or name:key=value,key=value
@@ -286,7 +286,7 @@ sweep {data} --encodings alibi  -> --lengths is missing: name the lengths to eva
 +sweep --encodings 'alibi, alibi'  -> --encodings names one twice: leave one out
 +sweep --max-tokens 63  -> --max-tokens 63 is less than length 64: raise it
 +sweep -- --save-dir x  -> --save-dir after -- is set by this command itself: give --out
-sweep {data} --recipe nothing  -> unknown recipe 'nothing'; known: extend, extend-abf
+sweep {data} --recipe nothing  -> unknown recipe 'nothing'; known: addition, extend, extend-abf
 sweep {data} --recipe {zoo}/pipe.toml --out {here}/s  -> pipe.toml
 sweep {data} --recipe {zoo}/odd.toml --out {here}/s  -> recipe odd.toml is not TOML: Invalid value (at end of document)
 sweep --algorithms copy --encodings rope --out {here}/s --tokens 5  -> --tokens does not go with --algorithm: say how many

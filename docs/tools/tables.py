@@ -11,6 +11,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ from fairseq_rpe.core.attention_options import QUERY_SCALES, AttentionOptions
 from fairseq_rpe.core.registry import Description, Registry
 from fairseq_rpe.core.spec import Option, format_value, list_options
 from fairseq_rpe.decoder.config import BLOCK_PRESETS
-from fairseq_rpe.encodings.base import FAMILIES
+from fairseq_rpe.encodings.base import FAMILIES, Encoding
+from fairseq_rpe.encodings.model import LayerEncodings, build_for_model
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.cost_model import estimate_runs, sum_runs
@@ -37,6 +39,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PAPER_SCALE = {"paper", "large"}  # presets of the sizes that papers train
 HEADS = 2  # heads per encoding in convergence verdicts
+EXAMPLE_HEADS, EXAMPLE_WIDTH, EXAMPLE_LENGTH = 8, 512, 512  # model for which learned parameters are counted
+FORMULA = "bias at distance d = i − j, or what it does instead"
 
 
 def pages() -> list[Path]:
@@ -89,22 +93,84 @@ def convergence(entry: Description) -> str:
     return decision
 
 
-def encodings_table() -> str:
-    head = ("encoding", "bias at distance d = i − j, or what it does instead", "Σ exp(bias)", "options", "paper")
-    entries = package_entries(encodings.base.registry)
-    return markdown_table(
-        head, ((code(e.name), code(e.formula), convergence(e), option_defaults(e.options), e.paper) for e in entries)
-    )
+def learned_parameters(name: str) -> str:
+    """Return the number of learned parameters of an encoding, per layer and shared by all layers."""
+    one, two = ({id(p): p.shape for p in _example_model(name, layers).parameters()} for layers in (1, 2))
+    if not one:
+        return "none"
+    if any(shape[0] == 0 for shape in one.values() if shape):  # a row for each word of a dictionary, empty here
+        counts = {"shared": f"{sum(shape[1:].numel() for shape in one.values()):,} per word"}
+    else:
+        total, of_two_layers = (sum(shape.numel() for shape in shapes.values()) for shapes in (one, two))
+        per_layer = of_two_layers - total
+        counts = {"per layer": per_layer and f"{per_layer:,}", "shared": total > per_layer and f"{total - per_layer:,}"}
+    always = " (always)" if len(encodings.base.registry.get(name).sharing_modes) == 1 else ""
+    return ", ".join(f"{count} {sharing}{always}" for sharing, count in counts.items() if count)
+
+
+def requirements(encoding: Encoding) -> str:
+    """Return what an encoding needs besides queries, keys and positions."""
+    needs = {
+        "token ids": encoding.needs_token_ids,
+        "whole positions": encoding.position_type == "whole",
+        "no position transform": encoding.position_type == "none",
+        "the length of the row": encoding.length_dependent,
+        "inputs of the layer": encoding.has_token_features,
+        "all scores of a query": encoding.needs_all_scores,
+        "a state of each key": encoding.has_key_state,
+    }
+    return ", ".join(name for name, is_needed in needs.items() if is_needed)
+
+
+def plain_summary(entry: Description) -> str:
+    """Return the summary of an entry without citations in brackets, which the column of papers has."""
+    text = re.sub(r" \([^()]*\b(?:19|20)\d\d\b[^()]*\)", "", entry.summary)
+    return text.replace("``", "`")
+
+
+def _example_model(name: str, layers: int = 1) -> LayerEncodings:
+    """Return the encodings of a model with the default options, for the size that the column of parameters assumes."""
+    with torch.random.fork_rng(devices=[]):
+        return build_for_model(name, EXAMPLE_HEADS, EXAMPLE_WIDTH, layers, EXAMPLE_LENGTH)
+
+
+def family_entries(family: str) -> list[Description]:
+    registry = encodings.base.registry
+    return [entry for entry in package_entries(registry) if registry.get(entry.name).family == family]
+
+
+def family_title(family: str) -> str:
+    return family[0].upper() + family[1:]
+
+
+def family_anchor(family: str) -> str:
+    """Return the name of the heading of a family in docs/encodings.md."""
+    return re.sub(r"[^\w\- ]", "", family.lower()).replace(" ", "-")
+
+
+def family_section(family: str) -> str:
+    """Return the heading of a family, its table of encodings and its table of options."""
+    head = ("encoding", FORMULA, "Σ exp(bias)", "what it does", "learned parameters", "needs", "paper")
+    entries = family_entries(family)
+    rows = []
+    for entry in entries:
+        needs = requirements(_example_model(entry.name)[0])
+        facts = (convergence(entry), plain_summary(entry), learned_parameters(entry.name), needs)
+        rows.append((code(entry.name), code(entry.formula), *facts, entry.paper))
+    about = FAMILIES[family]
+    blocks = [f"## {family_title(family)}", f"{about[0].upper()}{about[1:]}.", markdown_table(head, rows).rstrip()]
+    if any(entry.options for entry in entries):
+        blocks.append(options_table(entries, "encoding").rstrip())
+    return "\n\n".join(blocks) + "\n"
 
 
 def encoding_families() -> str:
     """Return the names of the encodings, a row per family."""
-    rows: dict[str, list[str]] = {family: [] for family in FAMILIES}
-    for entry in package_entries(encodings.base.registry):
-        rows[encodings.base.registry.get(entry.name).family].append(code(entry.name))
-    return markdown_table(
-        ("family", "encodings", "what it does"), ((f, ", ".join(rows[f]), about) for f, about in FAMILIES.items())
-    )
+    rows = []
+    for family, about in FAMILIES.items():
+        names = ", ".join(code(entry.name) for entry in family_entries(family))
+        rows.append((f"[{family}](docs/encodings.md#{family_anchor(family)})", names, about))
+    return markdown_table(("family", "encodings", "what it does"), rows)
 
 
 def backends_table() -> str:
@@ -129,8 +195,8 @@ def entries_table(registry: Registry, title: str) -> str:
     )
 
 
-def options_table(registry: Registry, title: str) -> str:
-    return markdown_table((title, "option", "default", "values", "meaning"), option_rows(package_entries(registry)))
+def options_table(entries: Sequence[Description], title: str) -> str:
+    return markdown_table((title, "option", "default", "values", "meaning"), option_rows(entries))
 
 
 def attention_options_table() -> str:
@@ -317,16 +383,15 @@ def planned_runs(name: str, preset: str) -> tuple[Sweep, list[SweepRun]]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "encodings": encodings_table,
     "encoding-families": encoding_families,
-    "encoding-options": lambda: options_table(encodings.base.registry, "encoding"),
+    **{f"family-{family_anchor(family)}": partial(family_section, family) for family in FAMILIES},
     "attention-options": attention_options_table,
     "query-scales": query_scales_table,
     "backends": backends_table,
     "positions": lambda: entries_table(positions.base.registry, "transform"),
-    "position-options": lambda: options_table(positions.base.registry, "transform"),
+    "position-options": lambda: options_table(package_entries(positions.base.registry), "transform"),
     "algorithms": lambda: entries_table(algorithms.base.registry, "task"),
-    "algorithm-options": lambda: options_table(algorithms.base.registry, "task"),
+    "algorithm-options": lambda: options_table(package_entries(algorithms.base.registry), "task"),
     "model-flags": model_flags_table,
     "block-presets": block_presets_table,
     "architectures": architectures_table,

@@ -112,13 +112,13 @@ class ForwardPass:
         shares_plans: whether layers share plans. False if they are recomputed for the backward pass.
         positions: positions of this pass; None before the first layer.
         attention_padding: (B, m) padding that attention must mask, or None.
-        plans: plans by id of the encoding, number of keys, and whether gradients are enabled.
+        plans: plans by id of the encoding, number of keys, factor of queries, and whether gradients are enabled.
     """
 
     shares_plans: bool = True
     positions: Positions | None = None
     attention_padding: Tensor | None = None
-    plans: dict[tuple[int, int, bool], AttentionPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, float, bool], AttentionPlan] = field(default_factory=dict)
 
 
 class CausalMask:
@@ -220,19 +220,20 @@ class CausalMask:
             "attention_mask where there is padding"
         )
 
-    def plan(self, adapter: EncodingAdapter, layer: int, keys: int) -> AttentionPlan:
-        """Return the attention plan of a layer, shared by the layers that have the same encoding and number of keys.
+    def plan(self, adapter: EncodingAdapter, layer: int, keys: int, query_factor: float) -> AttentionPlan:
+        """Return the attention plan of a layer; layers with the same encoding and the same other arguments share it.
 
         Args:
             adapter: the encodings of the model.
             layer: index of the layer.
             keys: number of keys that the layer has, the last of the m.
+            query_factor: factor of rotated queries, besides that of the encoding.
 
         Raises:
             UserError: a query reads keys that the cache dropped.
         """
         encoding, shared = adapter.layer_encoding(layer), self.join(adapter)
-        key = (id(encoding), keys, torch.is_grad_enabled())
+        key = (id(encoding), keys, query_factor, torch.is_grad_enabled())
         plan = shared.plans.get(key)
         if plan is None:
             assert shared.positions is not None
@@ -245,6 +246,9 @@ class CausalMask:
                         "with an empty cache, and pad on the left"
                     )
                 plan = plan.select(slice(None), slice(self.m - keys, self.m))
+            if query_factor != 1:
+                scale = plan.positions.q.new_full((1, 1, 1, 1), query_factor)
+                plan = replace(plan, query_scale=scale if plan.query_scale is None else scale * plan.query_scale)
             if shared.shares_plans:
                 shared.plans[key] = plan
         return plan
@@ -354,11 +358,12 @@ def attention_forward(
             "that are not tokens (prefix tuning) have no positions"
         )
     mask.resolve_positions(adapter, options.get("position_ids"), module.training, value.dtype)
-    if scaling is not None and scaling != width**-0.5:  # run_attention multiplies by 1/sqrt(D)
-        query = query * (scaling * width**0.5)
+    # run_attention multiplies by 1/sqrt(D)
+    query_factor = 1.0 if scaling is None or scaling == width**-0.5 else scaling * width**0.5
     # under autocast, transformers' rotation (now the identity) widens their dtype
     query, key = query.to(value.dtype), key.to(value.dtype)
-    plan = _with_model_sinks(mask.plan(adapter, layer, keys), adapter.layer_encoding(layer), options.get("s_aux"))
+    plan = mask.plan(adapter, layer, keys, query_factor)
+    plan = _with_model_sinks(plan, adapter.layer_encoding(layer), options.get("s_aux"))
     out = run_attention(query, key, value, plan, dropout)  # (B, H, n, D)
     return out.transpose(1, 2).contiguous(), None
 

@@ -39,7 +39,7 @@ PASSED, FAILED, REFUSED, NOT_APPLICABLE = "passed", "failed", "refused", "does n
 BATCH, HEADS, SEED = 2, 2, 0
 PAD_TOKENS, DECODE_STEPS = 7, 3  # padding on the left of a padded row; decoded tokens
 POSITION_FACTOR = 3  # largest position / tokens, in warped rows
-SYMBOLS = (".", "</s>", *"abcdef")  # dictionary for encodings that need token ids
+SYMBOLS = (".", "</s>", *"abcdef+=123")  # dictionary for encodings that need token ids
 # activations whose slope jumps at 0, and the largest input that float32 may not tell from 0, in units of its eps times
 # the largest input of all; in 24 draws of dape, inputs of its LeakyReLU deviated from float64 by at most 2.1 units
 KINKED_ACTIVATIONS = (F.leaky_relu, F.relu, torch.relu, Tensor.relu)
@@ -245,7 +245,8 @@ class _Inputs:
             first = q[:, :, :m], k[:, :, :m], v[:, :, :m]
             positions = Positions(self.positions.k[:, :m], self.positions.k[:, :m])
             plan = build_plan(encoding, positions, self.padding, BACKENDS["reference"])
-            run_attention(*first, replace(plan, store_key_state=states.append))
+            features = compute_token_features(self.x[:, :m].to(q.dtype), plan)
+            run_attention(*first, replace(plan, store_key_state=states.append), 0.0, features)
         for m in range(n - DECODE_STEPS + 1, n + 1) if self.is_cached else (n,):
             positions = _last(self.positions, m) if self.is_cached else self.positions
             query = q[:, :, m - 1 : m] if self.is_cached else q

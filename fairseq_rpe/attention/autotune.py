@@ -42,7 +42,19 @@ from fairseq_rpe.attention import autotune_cache, autotune_inputs
 from fairseq_rpe.attention.autotune_cache import BackendChoice
 from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced
 from fairseq_rpe.attention.reference import reference
-from fairseq_rpe.core.bias import Bias, DenseBias, PairBias, PointwiseBias, ScaledDistanceBias, ToeplitzBias
+from fairseq_rpe.core.bias import (
+    Bias,
+    DenseBias,
+    KeyTableBias,
+    PairBias,
+    PointwiseBias,
+    QueryKeyTableBias,
+    QueryTableBias,
+    ScaledDistanceBias,
+    SumBias,
+    ToeplitzBias,
+    TokenBias,
+)
 from fairseq_rpe.core.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -74,8 +86,9 @@ class CallSignature:
 
     Attributes:
         dtype: dtype of q, k and v, joined by "/" if they differ.
-        head_width: number D of elements of a head.
-        bias: none, table, curve, pointwise, pair or dense.
+        head_width: number of elements of a head of q and k.
+        bias: none, table, curve, pointwise, pair, dense or tokens; products of queries or keys with vectors of up to a
+            number of distances; terms of a sum are joined by "+".
         learned: whether the bias may need a gradient.
         spacing: spacing of the positions: even, if indices determine a pair's distance; steps, if all distances are
             multiples of one step; or any.
@@ -92,6 +105,7 @@ class CallSignature:
         softcap: whether content logits are capped.
         null_logit: whether a query may attend to nothing.
         query_groups: query heads that share a key head.
+        value_width: number of elements of a head of v, if it is another one than that of q and k; 0 otherwise.
     """
 
     dtype: str
@@ -112,6 +126,7 @@ class CallSignature:
     softcap: bool = False
     null_logit: bool = False
     query_groups: int = 1
+    value_width: int = 0
 
     def __str__(self) -> str:
         """Describe the signature in words; different signatures have different words."""
@@ -121,6 +136,7 @@ class CallSignature:
         words += [f"a window of up to {self.window}"] * (self.window > 0) + ["softcap"] * self.softcap
         words += ["null logit"] * self.null_logit
         words += [f"{self.query_groups} query heads per key head"] * (self.query_groups > 1)
+        words += [f"values of width {self.value_width}"] * (self.value_width > 0)
         return ", ".join([*words, *(flag for flag in flags if getattr(self, flag))])
 
 
@@ -135,7 +151,7 @@ def call_signature(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout
     return CallSignature(
         dtype=dtypes[0] if len({*dtypes}) == 1 else "/".join(dtypes),
         head_width=q.shape[3],
-        bias=_bias_name(bias),
+        bias=_bias_name(bias, m),
         learned=learned,
         spacing="even" if is_even else "any" if pos.step is None else "steps",
         padded=plan.padding is not None,
@@ -151,6 +167,7 @@ def call_signature(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout
         softcap=plan.softcap > 0,
         null_logit=plan.null_logit is not None,
         query_groups=q.shape[1] // k.shape[1],
+        value_width=v.shape[3] if v.shape[3] != q.shape[3] else 0,
     )
 
 
@@ -162,15 +179,25 @@ def _length_class(tokens: int, least: int) -> int:
     return bound
 
 
-def _bias_name(bias: Bias | None) -> str:
+def _bias_name(bias: Bias | None, m: int) -> str:
+    """Return the name of a bias with m keys in a signature."""
+    if isinstance(bias, SumBias):
+        return " + ".join(_bias_name(term, m) for term in bias.terms)
     names = {
         ToeplitzBias: "table",
         ScaledDistanceBias: "curve",
         PointwiseBias: "pointwise",
         PairBias: "pair",
         DenseBias: "dense",
+        TokenBias: "tokens",
+        QueryTableBias: "queries",
+        KeyTableBias: "keys",
+        QueryKeyTableBias: "queries and keys",
     }
-    return next((name for bias_type, name in names.items() if isinstance(bias, bias_type)), "none")
+    name = next((x for kind, x in names.items() if isinstance(bias, kind)), "none" if bias is None else "gates")
+    if not isinstance(bias, QueryTableBias | KeyTableBias | QueryKeyTableBias):
+        return name
+    return f"{name} by up to {_length_class(min(m, bias.num_columns), MIN_WINDOW)} vectors"
 
 
 def _allows_tf32() -> bool:

@@ -16,6 +16,7 @@ from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.attention.prune import BLOCK
 from fairseq_rpe.core.bias import (
     Bias,
+    ContentBias,
     DenseBias,
     PairBias,
     PiecewiseLinear,
@@ -48,7 +49,7 @@ class RecordedCall:
         plan: plan that the backend is called with.
         dropout: probability of dropping an attention weight.
         leaves: tensors whose gradients are needed; none: forward only.
-        grad: (B, H, n, D), gradient of the output.
+        grad: (B, H, n, D), gradient of the output, as wide as v.
     """
 
     q: Tensor
@@ -194,7 +195,7 @@ def _record_call(
 ) -> RecordedCall:
     """Return the call with a random gradient of its output, 0 at padded queries; ``leaves`` are those of its bias."""
     generator = torch.Generator(device=q.device).manual_seed(1)
-    grad = torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype)
+    grad = torch.randn((*q.shape[:3], v.shape[3]), generator=generator, device=q.device).to(q.dtype)
     if plan.padding is not None:
         grad.masked_fill_(plan.padding[:, None, -q.shape[2] :, None], 0.0)
     if plan.null_logit is not None:
@@ -223,7 +224,7 @@ def _scale_from_first_token(query_scale: Tensor, padding: Tensor | None, size: i
 
 
 def _copy_bias(bias: Bias | None) -> tuple[Bias | None, tuple[Tensor, ...]]:
-    """Return a copy of a bias and its leaves. Content biases never get here: ``sdpa`` alone serves them."""
+    """Return a copy of a bias and its leaves; that of a content bias has tensors alone."""
     if isinstance(bias, ToeplitzBias):
         table = _copy_leaf(bias.table)
         return replace(bias, table=table), (table,)
@@ -239,6 +240,11 @@ def _copy_bias(bias: Bias | None) -> tuple[Bias | None, tuple[Tensor, ...]]:
             far, near = _copy_leaf(bias.distance_values), _copy_leaf(bias.query_scale)
             return replace(bias, distance_values=far, query_scale=near, aux=aux), (far, near)
         return replace(bias, aux=aux), aux
+    if isinstance(bias, ContentBias):
+        fields = bias.tree_flatten()
+        assert fields is not None  # otherwise ``AttentionPlan.requires_sdpa``
+        leaves = tuple(_copy_leaf(x) for x, _ in fields)
+        return bias.tree_unflatten(iter(leaves)), leaves
     assert bias is None
     return None, ()
 
@@ -248,6 +254,11 @@ def _sample_bias(plan: AttentionPlan) -> tuple[Bias | None, tuple[Tensor, ...]]:
     bias = plan.bias
     if isinstance(bias, DenseBias):
         return _copy_bias(DenseBias(bias.bias[:ROWS]))
+    if isinstance(bias, ContentBias):
+        fields = bias.tree_flatten()
+        assert fields is not None
+        rows = (x if kind == "table" else x[:ROWS] for x, kind in fields)
+        return _copy_bias(bias.tree_unflatten(rows))
     if isinstance(bias, PointwiseBias):
         return _sample_pointwise_bias(bias)
     if isinstance(bias, ScaledDistanceBias):

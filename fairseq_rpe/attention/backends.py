@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,13 +31,13 @@ class Backend:
         supports_pruning: whether it accepts plans with pruning.
         supports_all_scores: whether it has all scores and weights of a query, which an encoding's transforms of scores
             and ``relative_values`` need.
-        supports_content_bias: whether it adds an encoding's ``content_bias``.
+        supports_score_product: whether it replaces q·k by an encoding's ``score_product``.
     """
 
     attend: Callable[..., Tensor]
     supports_pruning: bool = False
     supports_all_scores: bool = False
-    supports_content_bias: bool = False
+    supports_score_product: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
         """Compute attention.
@@ -46,7 +46,7 @@ class Backend:
             q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set. The queries are the last n of the m
                 tokens.
             k: (B, G, m, D), rotated as q is. G divides H, and query head h reads key head h // (H / G).
-            v: (B, G, m, D).
+            v: (B, G, m, D); it may be narrower than q and k, and so is then the output.
             plan: positions, bias, padding, pruning and hooks for the n queries and m keys.
             dropout: probability of dropping an attention weight.
 
@@ -57,9 +57,9 @@ class Backend:
 
 
 BACKENDS = {
-    "reference": Backend(reference, supports_all_scores=True, supports_content_bias=True),
-    "sdpa": Backend(sdpa, supports_pruning=True, supports_all_scores=True, supports_content_bias=True),
-    "flex": Backend(flex, supports_content_bias=True),
+    "reference": Backend(reference, supports_all_scores=True, supports_score_product=True),
+    "sdpa": Backend(sdpa, supports_pruning=True, supports_all_scores=True, supports_score_product=True),
+    "flex": Backend(flex),
     "triton": Backend(triton, supports_pruning=True),
 }
 
@@ -87,10 +87,8 @@ def choose_backend(name: str, encodings: Iterable[Encoding] = ()) -> Backend:
             raise UserError(
                 f"{encoding_name} needs all scores of a query, which backend '{name}' never holds: {REMEDY}"
             )
-        if encoding.has_content_bias and not backends[name].supports_content_bias:
-            raise UserError(
-                f"{encoding_name} adds a bias that depends on the tokens, and backend '{name}' has none: {REMEDY}"
-            )
+        if encoding.has_score_product and not backends[name].supports_score_product:
+            raise UserError(f"{encoding_name} replaces the product of q and k, which backend '{name}' uses: {REMEDY}")
     return backends[name]
 
 
@@ -131,7 +129,7 @@ def _attend_with_best(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, drop
     return BACKENDS[FALLBACK](q, k, v, plan, dropout)
 
 
-auto = Backend(_attend_with_best, supports_pruning=True, supports_all_scores=True, supports_content_bias=True)
+auto = replace(BACKENDS["sdpa"], attend=_attend_with_best)  # it may choose sdpa, and so serves what sdpa serves
 
 
 @functools.lru_cache

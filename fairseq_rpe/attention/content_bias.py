@@ -18,7 +18,7 @@ from torch import Tensor
 from fairseq_rpe.attention.double_backward import differentiable_gradients
 from fairseq_rpe.attention.dropout import ROWS, keep_block
 from fairseq_rpe.attention.plan import AttentionPlan
-from fairseq_rpe.core.bias import Bias
+from fairseq_rpe.core.tensor_fields import TensorFields
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionPlan, Tensor | None], Tensor]
 ELEMENTS = 1 << 20  # scores of a block on a CPU, whose cache holds a few such matrices
@@ -55,10 +55,11 @@ def attend_in_blocks(
         shape = batch, heads, n, k.shape[2]
         return attend(q, k, v, plan, keep_block(seed, 0, n, shape, dropout, q.device) if dropout > 0 else None)
     # each tensor with its kind, see _Blocks; the order is that in which _Blocks.__call__ takes them
-    bias_leaves = _bias_leaves(plan.bias)
+    bias_leaves = _leaves(plan.bias)
     value_leaves = [] if plan.relative_values is None else [(plan.relative_values.vectors, "table")]
     parameters = ((x, "") for x in plan.transform_parameters)
-    tensors = [(q, "rows"), (k, "keys"), (v, "keys"), *bias_leaves, *value_leaves, *parameters]
+    product_leaves = _leaves(plan.product)
+    tensors = [(q, "rows"), (k, "keys"), (v, "keys"), *bias_leaves, *product_leaves, *value_leaves, *parameters]
     kinds = tuple(kind for _, kind in tensors)
     blocks = _Blocks(plan, kinds, (rows, block_heads), (batch, heads, n, k.shape[2]), dropout, seed, attend)
     out: Tensor = BlockwiseAttention.apply(blocks, *(x for x, _ in tensors))
@@ -83,9 +84,9 @@ def _block_size(q: Tensor, k: Tensor, mixes_heads: bool, draws_mask: bool) -> tu
     return rows, block_heads
 
 
-def _bias_leaves(bias: Bias | None) -> list[tuple[Tensor, str]]:
-    """Return the tensors of a bias with their kinds (see :class:`_Blocks`); the bias is not a function of positions."""
-    leaves = [] if bias is None else bias.tree_flatten()
+def _leaves(fields: TensorFields | None) -> list[tuple[Tensor, str]]:
+    """Return the tensors of a bias or product with their kinds (see :class:`_Blocks`); it has no function."""
+    leaves = [] if fields is None else fields.tree_flatten()
     assert leaves is not None
     return leaves
 
@@ -96,7 +97,7 @@ class _Blocks:
     Args:
         plan: positions, bias and hooks for all n queries and m keys; each block gets a slice of the plan.
         kinds: kind of each tensor, which determines how a block slices the tensor: "rows" for (B, H, n, …), "keys" for
-            (B, H, m, …), "table" for (H or 1, …), or "" for a parameter, which is not sliced.
+            (B, H, m, …), "heads" for (B, H, …), "table" for (H or 1, …), or "" for a parameter, which is not sliced.
         size: number of rows and number of heads of a block.
         shape: B, H, n, m.
         dropout: probability of dropping an attention weight.
@@ -115,11 +116,12 @@ class _Blocks:
         attend: Attend,
     ) -> None:
         # empty tensors replace the leaves, since these may keep a graph alive
-        placeholders = iter([x.new_empty(0) for x, _ in _bias_leaves(plan.bias)])
+        placeholders = iter([x.new_empty(0) for fields in (plan.bias, plan.product) for x, _ in _leaves(fields)])
         bias = None if plan.bias is None else plan.bias.tree_unflatten(placeholders)
+        product = None if plan.product is None else plan.product.tree_unflatten(placeholders)
         values = plan.relative_values
         values = None if values is None else replace(values, vectors=values.vectors.new_empty(0))
-        self.plan = replace(plan, bias=bias, relative_values=values)
+        self.plan = replace(plan, bias=bias, product=product, relative_values=values)
         self.kinds, self.size, self.shape = kinds, size, shape
         self.dropout, self.seed, self.attend = dropout, seed, attend
 
@@ -148,6 +150,8 @@ class _Blocks:
         for x, kind in zip(tensors, self.kinds, strict=True):
             if kind in token_slices:
                 x = x[:, heads, token_slices[kind]]
+            elif kind == "heads":
+                x = x[:, heads]
             elif kind == "table" and len(x) > 1:  # a table of length 1 is shared by all heads
                 x = x[heads]
             sliced.append(x)
@@ -163,12 +167,14 @@ class _Blocks:
         q, k, v, *others = tensors
         remaining = iter(others)
         bias = None if self.plan.bias is None else self.plan.bias.tree_unflatten(remaining)
+        product = None if self.plan.product is None else self.plan.product.tree_unflatten(remaining)
         values = self.plan.relative_values
         values = None if values is None else replace(values, vectors=next(remaining))
         keys = self.plan.visible_keys(rows.start, rows.stop)
-        plan = replace(self.plan, bias=None).select(rows, keys)
+        plan = replace(self.plan, bias=None, product=None).select(rows, keys)
         stored: list[Tensor] = []
-        plan = replace(plan, bias=bias, relative_values=values, key_state=state, store_key_state=stored.append)
+        plan = replace(plan, bias=bias, product=product, relative_values=values)
+        plan = replace(plan, key_state=state, store_key_state=stored.append)
         keep = None
         if self.dropout > 0:
             keep = keep_block(self.seed, rows.start, rows.stop, self.shape, self.dropout, q.device)

@@ -161,13 +161,15 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
     Args:
         q: (B, H, n, D).
         k: (B, H, m, D).
-        v: (B, H, m, D).
+        v: (B, H, m, D). If its width is another one, a CPU needs O(n·m) memory.
         mask: (B or 1, H or 1, n, m) added to the scores, or None.
         causal: whether key j is hidden from query i for j > i; n = m, without a mask.
 
     Returns:
-        (B, H, n, D) in q's dtype.
+        (B, H, n, D) in q's dtype, as wide as v.
     """
+    if q.shape[3] != v.shape[3] and q.device.type == "cpu":
+        return dense_attention(q, k, v, causal_bias(q.shape[2], k.shape[2], q) if causal else mask)
     inputs = (q, k, v) if mask is None else (q, k, v, mask)
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     uses_torch = not needs_graph or q.device.type != "cpu" or (mask is not None and mask.requires_grad)

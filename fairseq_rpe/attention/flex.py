@@ -15,6 +15,7 @@ from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fairseq_rpe.attention.plan import AttentionPlan
+from fairseq_rpe.attention.value_width import attend_with_padded_values, has_narrow_values
 from fairseq_rpe.core.bias import (
     Bias,
     KeyTableBias,
@@ -43,7 +44,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
     Args:
         q: (B, H, n, D); the queries are the last n of the m tokens.
         k: (B, G, m, D). G divides H, and query head h reads key head h // (H / G).
-        v: (B, G, m, D).
+        v: (B, G, m, D); it may be narrower than q and k, and so is then the output.
         plan: positions, bias, visibility, softcap and null logit of the n queries and m keys.
         dropout: must be 0.
 
@@ -55,6 +56,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
     """
     if reason := refusal_reason(q, k, v, plan, dropout):
         raise UserError(reason)
+    if has_narrow_values(q, v):
+        return attend_with_padded_values(flex, q, k, v, plan, dropout)
     dtype = q.dtype
     if not q.is_cuda:  # unfused, FlexAttention would round the scores to half precision
         q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))

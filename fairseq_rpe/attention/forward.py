@@ -136,16 +136,18 @@ def build_plan(
     if options.block:
         last_query = _hide_other_blocks(positions, options.block, last_query)
     parameters: tuple[Tensor, ...] = ()
-    if encoding.transform_scores is not None or encoding.has_key_state:
+    if encoding.transform_scores is not None or encoding.key_state_width > 0:
         parameters = tuple(p for p in encoding.parameters() if p.requires_grad)
     return AttentionPlan(
         positions=positions,
         bias=bias,
         padding=padding,
         transform_scores=encoding.transform_scores,
-        transform_scores_with_state=encoding.transform_scores_with_state if encoding.has_key_state else None,
+        transform_scores_with_state=encoding.transform_scores_with_state if encoding.key_state_width else None,
         key_state_width=encoding.key_state_width,
         returns_log_weights=encoding.returns_log_weights,
+        score_product=encoding.score_product if encoding.has_score_product else None,
+        transforms_keys=encoding.transforms_keys,
         rotate=rotate,
         backend=backend,
         max_queries_per_call=encoding.max_queries_per_call,
@@ -161,10 +163,11 @@ def build_plan(
         query_scale=query_scale,
         softcap=options.softcap,
         null_logit=encoding.null_logits(positions.k),
-        window=_index_window(positions, options.local) if options.local else None,
+        # a product of queries and keys may depend on all tokens between them and before them
+        window=_index_window(positions, options.local) if options.local and not encoding.has_score_product else None,
         # two tokens that are as far apart as a block is long are in different blocks
         cache_window=_index_window(positions, options.local or options.block)
-        if drops_keys and options.hides_keys
+        if drops_keys and options.hides_keys and not encoding.has_score_product
         else None,
     )
 
@@ -237,7 +240,7 @@ def _cached_distance_bias(encoding: Encoding, positions: Positions, step: float,
 
 
 def rotate_keys(k: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return the keys (B, H, n, D) of the last n tokens rotated for their positions, as a cache may store them."""
+    """Return keys (B, G, n, D) of the last n tokens rotated, (B, G, n, E), as a cache may store them."""
     assert plan.rotate is not None
     with without_autocast(k):
         return plan.rotate(k, plan.positions.q, plan.positions, key=True)
@@ -272,7 +275,7 @@ def run_attention(
     Raises:
         UserError: documents share rows that the encoding cannot rotate in one call, or the backend refuses the call.
     """
-    if q.shape[2] < plan.positions.k.shape[1]:  # decoding
+    if q.shape[2] < plan.positions.k.shape[1] and not plan.replaces_product:  # decoding
         dropped = plan.positions.k.shape[1] - k.shape[2]
         if (first := max(plan.needed_keys.start, dropped)) > 0:  # with a window or blocks
             plan, keys = plan.from_key(first), slice(first - dropped, None)
@@ -307,21 +310,23 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def _run_chunk(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float, features: Tensor | None) -> Tensor:
     """Rotate and attend in one call; the arguments are those of :func:`run_attention`."""
-    if plan.query_scale is not None:
-        # in float32 or better, as bfloat16 would round ln i
-        q = (q * plan.query_scale).to(q.dtype)
     # with rotation regions the backend rotates q and k, once for each region
     if plan.rotate is not None and plan.rotation_regions is None:
         q = plan.rotate(q, plan.positions.q, plan.positions)
         if not plan.keys_rotated:
             k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
+    if plan.query_scale is not None:
+        # after the rotation, which need not be linear; in float32 or better, as bfloat16 would round ln i
+        q = (q * plan.query_scale).to(q.dtype)
     if plan.value is not None:
         v = plan.value(v, plan.positions)
-    assert plan.backend is not None
+    backend = plan.backend
+    assert backend is not None
     if plan.is_content_dependent or plan.content_bias is not None or plan.rotation_regions is not None:
         # hooks that read queries and keys have as many heads of both
         k, v = (repeat_key_heads(x, q.shape[1]) for x in (k, v))
-    return plan.backend(q, k, v, with_content_bias(q, k, plan, features), dropout)
+    plan = with_score_product(q, k, with_content_bias(q, k, plan, features), features)
+    return backend(q, k, v, plan, dropout)
 
 
 def with_content_bias(q: Tensor, k: Tensor, plan: AttentionPlan, features: Tensor | None) -> AttentionPlan:
@@ -338,3 +343,20 @@ def with_content_bias(q: Tensor, k: Tensor, plan: AttentionPlan, features: Tenso
     wide = torch.promote_types(q.dtype, torch.float32)
     bias = plan.content_bias(q.to(wide), k.to(wide), plan.positions, features)
     return replace(plan, bias=add_biases(plan.bias, bias), content_bias=None)
+
+
+def with_score_product(q: Tensor, k: Tensor, plan: AttentionPlan, features: Tensor | None) -> AttentionPlan:
+    """Return the plan with the product of these rotated queries and keys that replaces q·k; store the key state.
+
+    The arguments are those of :func:`with_content_bias`.
+    """
+    if plan.score_product is None:
+        return plan
+    wide = torch.promote_types(q.dtype, torch.float32)
+    state = plan.key_state if plan.transforms_keys else None
+    product = plan.score_product(q.to(wide), k.to(wide), plan.positions, features, plan.padding, state)
+    if not plan.transforms_keys:
+        return replace(plan, product=product, score_product=None)
+    if plan.store_key_state is not None and (new_state := product.key_state()) is not None:
+        plan.store_key_state(new_state)
+    return replace(plan, product=product, score_product=None, key_state=None, store_key_state=None)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fairseq_rpe.core.bias import Bias, ContentBias, DenseBias, PointwiseBias, RelativeValues, ToeplitzBias
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
+from fairseq_rpe.core.score_product import ScoreProduct
 
 QUERY_BLOCK = 256  # queries of a block of key ranges, a multiple of dropout.ROWS
 
@@ -50,10 +51,13 @@ class AttentionPlan:
         transform_scores_with_state: function of (scores, queries, positions, state) that returns scores and state, or
             None.
         key_state: (B, 1, h, E) state of the first h keys after the queries before these; later keys have zeros; None
-            if no key has a state yet.
+            if no key has a state yet. With ``transforms_keys``, the transformed keys (B, H, h, D).
         key_state_width: E.
         store_key_state: function that receives the state (B, 1, m, E) of all keys after the last query, or None.
         returns_log_weights: whether the transformed scores are logarithms of attention weights.
+        score_product: function of (q, k, positions, features, padding, key_state) that returns ``product``, or None.
+        product: product of queries and keys that replaces q·k, or None.
+        transforms_keys: whether ``product`` has a key state.
     """
 
     positions: Positions
@@ -82,11 +86,24 @@ class AttentionPlan:
     key_state_width: int = 0
     store_key_state: Callable[[Tensor], None] | None = None
     returns_log_weights: bool = False
+    score_product: Callable[..., ScoreProduct] | None = None
+    product: ScoreProduct | None = None
+    transforms_keys: bool = False
+
+    @property
+    def replaces_product(self) -> bool:
+        """Whether another product of queries and keys replaces q·k."""
+        return self.score_product is not None or self.product is not None
+
+    @property
+    def has_key_state(self) -> bool:
+        """Whether later tokens change what a cache holds of a key."""
+        return self.transform_scores_with_state is not None or self.transforms_keys
 
     @property
     def is_content_dependent(self) -> bool:
         """Whether anything but q·k and the values depends on what the tokens are."""
-        has_hook = self.transforms_scores or self.content_bias is not None
+        has_hook = self.transforms_scores or self.content_bias is not None or self.replaces_product
         return has_hook or self.relative_values is not None or isinstance(self.bias, ContentBias)
 
     @property
@@ -109,7 +126,11 @@ class AttentionPlan:
     @property
     def requires_sdpa(self) -> bool:
         """Whether ``sdpa`` is the only backend on a GPU that serves this plan."""
-        return self.is_content_dependent or self.rotation_regions is not None
+        has_hook = self.transforms_scores or self.content_bias is not None or self.replaces_product
+        if has_hook or self.relative_values is not None or self.rotation_regions is not None:
+            return True
+        # a sum with a dense term is large, and copies for measurements would be, too
+        return isinstance(self.bias, ContentBias) and self.bias.tree_flatten() is None
 
     @property
     def changes_softmax(self) -> bool:
@@ -254,6 +275,7 @@ class AttentionPlan:
             self,
             positions=replace(pos, q=pos.q[:, queries], k=pos.k[:, keys], tokens=tokens),
             bias=bias,
+            product=None if self.product is None else self.product.select(queries, keys),
             padding=padding,
             rotation_regions=regions,
             last_query=last_query,

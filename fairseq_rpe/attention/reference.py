@@ -26,7 +26,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: flo
     Args:
         q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set; the queries are the last n of the m tokens.
         k: (B, G, m, D), rotated as q is. G divides H, and query head h reads key head h // (H / G).
-        v: (B, G, m, D).
+        v: (B, G, m, D); it may be narrower than q and k, and so is then the output.
         plan: positions, bias, padding, softcap and null logit of the n queries and m keys, and the encoding's
             hooks that transform scores or add ``relative_values``.
         dropout: probability of dropping an attention weight; 0 outside training.
@@ -104,18 +104,21 @@ def attention_scores(
 ) -> Tensor:
     """Return q·kᵀ / sqrt(D) + bias (B, H, n, m) in float32 or better; -inf where a query does not see a key.
 
-    The softcap applies to q·kᵀ / sqrt(D), before the bias is added.
+    Another product of the plan may replace q·k. The softcap applies to q·kᵀ / sqrt(D), before the bias is added.
 
     Args:
         q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set.
         k: (B, G, m, D), rotated as q is.
-        plan: positions, bias, visibility, and the transform of scores with its key state, of the n queries and m keys.
+        plan: positions, bias, visibility, the product that replaces q·k, and the transform of scores with its key
+            state, of the n queries and m keys.
         materialize: function of (bias, positions) that returns the dense bias (B or 1, H or 1, n, m), such as a faster
             equivalent of ``bias.materialize``, the default.
     """
-    n, m, width = q.shape[2], k.shape[2], q.shape[3]
+    n, m, width = q.shape[2], k.shape[2], q.shape[3]  # of rotated queries, also if values are narrower
     wide, k = torch.promote_types(q.dtype, torch.float32), repeat_key_heads(k, q.shape[1])
-    if plan.rotation_regions is None:
+    if plan.product is not None:
+        scores = plan.product.products().to(wide) * width**-0.5
+    elif plan.rotation_regions is None:
         scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
     else:
         scores = scores_by_region(q.to(wide), k.to(wide), plan)
@@ -127,12 +130,20 @@ def attention_scores(
     if plan.transforms_scores:
         # the transform must see hidden keys as -inf, since it may sum over keys; its own output for them is arbitrary,
         # so they are hidden again below
-        scores = _transform_scores(scores.masked_fill(hidden, float("-inf")), q.to(wide), plan)
+        scores = transform_scores(scores.masked_fill(hidden, float("-inf")), q.to(wide), plan)
     return scores.masked_fill(hidden, float("-inf"))
 
 
-def _transform_scores(scores: Tensor, q: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return the scores (B, H, n, m) that the plan's hook computes from scores, and store the state of the keys.
+def transform_scores(scores: Tensor, q: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return the scores that the plan's hook computes from scores, and store the state of the keys.
+
+    Args:
+        scores: (B, H, n, m), -inf where a query does not see a key.
+        q: (B, H, n, D), rotated, in the dtype of the scores.
+        plan: plan of the n queries and m keys.
+
+    Returns:
+        (B, H, n, m), arbitrary where a query does not see a key.
 
     Raises:
         UserError: queries came before these, and the plan lacks the state that they left.

@@ -7,14 +7,14 @@ column of padding and another shape of the same memory shift all rows at once (s
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.attention.reference import sum_relative_values
-from fairseq_rpe.core.bias import Bias, KeyTableBias, QueryTableBias, RelativeValues, SumBias
+from fairseq_rpe.core.bias import Bias, KeyTableBias, QueryTableBias, RelativeValues, SumBias, TokenBias
 from fairseq_rpe.core.positions import Positions
 
 
@@ -27,6 +27,27 @@ def materialize_fast(bias: Bias, pos: Positions) -> Tensor:
     if isinstance(bias, KeyTableBias) and _is_even(bias, pos):
         return _key_table_bias(bias, pos.q.shape[1])
     return bias.materialize(pos)
+
+
+def bias_terms(bias: Bias, pos: Positions, dtype: torch.dtype) -> list[Tensor]:
+    """Return terms whose sum is the bias of all queries and keys; its entries in the future are arbitrary.
+
+    Args:
+        bias: bias of n queries and m keys.
+        pos: their positions.
+        dtype: dtype of the terms.
+
+    Returns:
+        Tensors (B or 1, H or 1, n, w or 1). One of w columns belongs to the last w keys, and is 0 for the others.
+    """
+    if isinstance(bias, SumBias):
+        return [x for term in bias.terms for x in bias_terms(term, pos, dtype)]
+    if isinstance(bias, TokenBias):
+        difference: Tensor = _TokenSums.apply(bias.query, bias.key, dtype)
+        return [difference]
+    if isinstance(bias, QueryTableBias) and _is_even(bias, pos):
+        return [x.to(dtype) for x in _query_table_terms(bias, pos.k.shape[1])]
+    return [materialize_fast(bias, pos).to(dtype)]
 
 
 def sum_relative_values_fast(weights: Tensor, values: RelativeValues, plan: AttentionPlan) -> Tensor:
@@ -65,7 +86,8 @@ def inverse_relative_shift(x: Tensor) -> Tensor:
     Entry (i, y) of the result (B, H, r, W) is x[i, y - (r - 1 - i)], of distance W - 1 - y.
     """
     batch, heads, rows, cols = x.shape
-    flat = F.pad(x.reshape(batch, heads, -1), (rows, 0))  # (B, H, r + r·W)
+    padding = x.new_zeros(1, 1, 1).expand(batch, heads, rows)
+    flat = torch.cat([padding, x.reshape(batch, heads, -1)], dim=2)  # (B, H, r + r·W)
     return flat.view(batch, heads, rows, cols + 1)[..., 1:]
 
 
@@ -120,6 +142,84 @@ def diagonal_sums(x: Tensor) -> Tensor:
 
 def _is_even(table: QueryTableBias | KeyTableBias | RelativeValues, pos: Positions) -> bool:
     return pos.contiguous and pos.step == table.step
+
+
+def _query_table_terms(bias: QueryTableBias, keys: int) -> list[Tensor]:
+    """Return terms whose sum is the bias of n queries and m = ``keys`` keys at evenly spaced positions.
+
+    They are (B, H, n, m), or (B, H, n, 1) and (B, H, n, w). In the second case, all queries see all but the last w keys
+    at the distance of the table's last column or beyond, and these keys share a product.
+    """
+    rows = bias.query.shape[2]
+    vectors = bias.vectors[:, bias.origin : bias.origin + keys].to(bias.query.dtype)  # (H or 1, R', E)
+    near = vectors.shape[1] - 1 + rows - 1  # number of keys nearer than the last column to some query
+    terms = []
+    if 1 < near < keys:  # a term of one column is added to all keys
+        last = vectors[:, -1:]
+        terms.append(torch.matmul(bias.query, last.mT))  # (B, H, n, 1)
+        vectors, keys = vectors - last, near
+    # from far to near; the last vector repeats for larger distances, and one row more is the padding of the shift
+    table = torch.cat([vectors[:, -1:].expand(-1, 1 + keys - vectors.shape[1], -1), vectors.flip(1)], dim=1)
+    shifted: Tensor = _ShiftedProducts.apply(bias.query, table)
+    return [*terms, shifted]
+
+
+class _ShiftedProducts(torch.autograd.Function):
+    """Computes the products of query (B, H, n, E) and table (H or 1, 1 + W, E), shifted: (B, H, n, W).
+
+    The result is a view of the products by distance, so that the shift copies nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(query, table)
+        by_distance = torch.matmul(query, table.mT)  # (B, H, n, 1 + W)
+        rows, cols = by_distance.shape[2:]
+        # rows that are one column shorter in the same memory
+        return by_distance.flatten(2)[..., rows:].unflatten(2, (rows, cols - 1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, table = ctx.saved_tensors
+        rows, cols = grad.shape[2:]
+        padding = grad.new_zeros(1, 1, 1).expand(*grad.shape[:2], rows)
+        by_distance = torch.cat([padding, grad.flatten(2)], dim=2).unflatten(2, (rows, 1 + cols))
+        query_grad, table_grad = ctx.needs_input_grad
+        return (
+            torch.matmul(by_distance, table) if query_grad else None,
+            torch.matmul(by_distance.mT, query).sum_to_size(table.shape) if table_grad else None,
+        )
+
+
+class _TokenSums(torch.autograd.Function):
+    """Computes query[…, i] + key[…, j] (B, H, n, m) from query (B, H, n) and key (B, H, m) in another dtype.
+
+    From float64 to float32, it adds the numbers relative to an anchor, each as a float32 and a float32 that holds the
+    first one's rounding error. The sum is as precise as one in float64, without a matrix in float64.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = query.dtype, key.dtype
+        if dtype == torch.float64 or query.dtype != torch.float64 or not query.shape[2]:
+            return (query[..., None] + key[:, :, None]).to(dtype)
+        anchor = query[..., :1]
+        rows, columns = query - anchor, key + anchor
+        high_rows, high_columns = rows.to(dtype), columns.to(dtype)
+        sums = high_rows[..., None] + high_columns[:, :, None]  # (B, H, n, m)
+        sums += (rows - high_rows).to(dtype)[..., None]
+        sums += (columns - high_columns).to(dtype)[:, :, None]
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (query_dtype, key_dtype), (needs_query, needs_key, _) = ctx.dtypes, ctx.needs_input_grad
+        # in float64, as each entry adds to a row and to a column, and the gradients of gates are differences of these
+        grad = grad.to(query_dtype)
+        # a product with ones is faster than a sum
+        query_grad = torch.matmul(grad, grad.new_ones(grad.shape[3])) if needs_query else None
+        key_grad = torch.matmul(grad.new_ones(grad.shape[2]), grad).to(key_dtype) if needs_key else None
+        return query_grad, key_grad, None
 
 
 def _query_table_bias(bias: QueryTableBias, keys: int) -> Tensor:

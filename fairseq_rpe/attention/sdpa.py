@@ -12,19 +12,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fairseq_rpe.attention.block_weights import block_weights
 from fairseq_rpe.attention.content_bias import WINDOW_ROWS, attend_in_blocks
 from fairseq_rpe.attention.double_backward import contiguous_rows, fused_attention
 from fairseq_rpe.attention.dropout import ROWS, draw_seed, keep_block
 from fairseq_rpe.attention.key_heads import attend_by_key_head
 from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced
 from fairseq_rpe.attention.prune import check_pruning, pruned_attention
-from fairseq_rpe.attention.reference import attention_weights, weighted_sum
+from fairseq_rpe.attention.reference import weighted_sum
 from fairseq_rpe.attention.region_attention import attend_by_region
 from fairseq_rpe.attention.relative_shift import materialize_fast, sum_relative_values_fast
 from fairseq_rpe.attention.scaled_distance_bias import ScaledDistanceBlocks, visible_pieces
 from fairseq_rpe.attention.scaled_window_attention import has_scaled_window, scaled_window_attention
 from fairseq_rpe.attention.toeplitz_attention import DENSE_TOKENS, BlockAttention
 from fairseq_rpe.attention.toeplitz_blocks import ToeplitzBlocks
+from fairseq_rpe.attention.value_width import attend_with_padded_values, has_narrow_values
 from fairseq_rpe.attention.window_attention import has_window_blocks, window_attention
 from fairseq_rpe.core.bias import Bias, ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
@@ -43,7 +45,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
     Args:
         q: (B, H, n, D), rotated unless ``plan.rotation_regions`` is set; the queries are the last n of the m tokens.
         k: (B, G, m, D), rotated as q is. G divides H, and query head h reads key head h // (H / G).
-        v: (B, G, m, D).
+        v: (B, G, m, D); it may be narrower than q and k, and so is then the output.
         plan: positions, bias, padding, pruning and hooks for the n queries and m keys.
         dropout: probability of dropping an attention weight.
 
@@ -54,11 +56,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 
         UserError: the plan asks for pruning without a Toeplitz bias, in training or not on a CPU. Padded rows and
             single queries are computed exactly instead.
     """
+    if has_narrow_values(q, v) and not _has_single_query(q, plan, dropout):
+        return attend_with_padded_values(sdpa, q, k, v, plan, dropout)
     if q.shape[1] != k.shape[1] and not _has_single_query(q, plan, dropout):
         return attend_by_key_head(sdpa, q, k, v, plan, dropout)
     if plan.rotation_regions is not None and not plan.prune:
         return attend_by_region(q, k, v, plan, dropout)
     n, m = q.shape[2], k.shape[2]
+    if plan.product is not None:
+        plan = replace(plan, product=plan.product.prepare_blocks())
+        if not plan.transforms_scores:  # the product has the queries and keys, so theirs need no gradient here
+            q, k = q.detach(), k.detach()
     if plan.last_query is not None and _splits_documents(q, plan, dropout):
         return _attend_by_document(q, k, v, plan)
     if not plan.prune and has_window_blocks(q, k, plan, dropout):
@@ -188,6 +196,7 @@ def _has_single_query(q: Tensor, plan: AttentionPlan, dropout: float) -> bool:
     """Return whether :func:`_attend_single_query` serves a call: its bias is one row, and nothing needs the weights."""
     needs_weights = dropout > 0 or plan.changes_softmax
     needs_weights = needs_weights or plan.transforms_scores or plan.relative_values is not None
+    needs_weights = needs_weights or plan.product is not None
     return q.shape[2] == 1 and not needs_weights and plan.last_query is None and plan.rotation_regions is None
 
 
@@ -249,10 +258,12 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, keep: Te
     """Attend with the queries of a block (B, H, R, D) and all keys that they may see (B, H, K, D)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     needs_weights = keep is not None or plan.transforms_scores or plan.relative_values is not None
-    needs_weights = needs_weights or plan.changes_softmax
+    needs_weights = needs_weights or plan.changes_softmax or plan.product is not None
+    # torch's kernel has no backward pass for a bias with a gradient
+    needs_weights = needs_weights or (plan.is_content_dependent and (q.dtype == wide or torch.is_grad_enabled()))
     # CUDA requires the bias in q's dtype, and half precision would round it too coarsely
     if needs_weights or (q.is_cuda and q.dtype != wide):
-        return weighted_sum(attention_weights(q, k, plan, materialize_fast), v, keep, plan, sum_relative_values_fast)
+        return weighted_sum(block_weights(q, k, plan), v, keep, plan, sum_relative_values_fast)
     mask = plan.visibility(q.shape[2], k.shape[2], q.device)  # (B or 1, 1, R, K)
     # queries without a visible key attend to all keys, as a softmax of -inf is NaN; their output is set to 0 last
     empty = ~mask.any(dim=-1, keepdim=True)  # (B or 1, 1, R, 1)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         DenseBias,
         KeyTableBias,
         PairBias,
+        PairGateBias,
         PiecewiseLinear,
         PointwiseBias,
         QueryKeyTableBias,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fairseq_rpe.core.positions import Positions
     from fairseq_rpe.core.registry import Description, Registry
     from fairseq_rpe.core.rotation_regions import RotationRegion
+    from fairseq_rpe.core.score_product import ScoreProduct
     from fairseq_rpe.core.spec import Option, canonical, configure, list_options, option, parse
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "LogBias",
     "Option",
     "PairBias",
+    "PairGateBias",
     "PiecewiseLinear",
     "PointwiseBias",
     "Positions",
@@ -49,6 +52,7 @@ __all__ = [
     "RelativeValues",
     "RotationRegion",
     "ScaledDistanceBias",
+    "ScoreProduct",
     "SumBias",
     "ToeplitzBias",
     "TokenBias",
@@ -68,6 +72,7 @@ _MODULES = {
     "positions": ("Positions",),
     "registry": ("Description", "Registry"),
     "rotation_regions": ("RotationRegion",),
+    "score_product": ("ScoreProduct",),
     "spec": ("Option", "canonical", "configure", "option", "list_options", "parse"),
 }
 _MODULE_OF_NAME = {name: module for module, names in _MODULES.items() for name in names}

@@ -16,16 +16,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_rpe.core.positions import Positions
+from fairseq_rpe.core.tensor_fields import TensorFields, select_heads
 
 _ALL = slice(None)
 _MAX_PRODUCTS = 1 << 22  # elementwise products of query, key and vector that are in memory at a time
 
 
-class BiasTerm:
+class BiasTerm(TensorFields):
     """Base class of the bias types."""
-
-    # name of each field with a tensor -> its kind, see `tree_flatten`; None: a function or a dense bias
-    _tensor_kinds: ClassVar[dict[str, str] | None] = None
 
     def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
         """Return the dense bias of a block of queries and keys.
@@ -39,47 +37,6 @@ class BiasTerm:
             (B or 1, H, queries, keys).
         """
         raise NotImplementedError
-
-    def select(self, queries: slice, keys: slice) -> Self:
-        """Return the bias of some queries and keys.
-
-        Args:
-            queries: The queries, by index.
-            keys: The keys, by index; the last of them is the last query.
-
-        Returns:
-            A bias of the same type; tables by distance stay whole.
-        """
-        slice_of_kind = {"rows": queries, "keys": keys}
-        sliced = {
-            name: getattr(self, name)[:, :, slice_of_kind[kind]]
-            for name, kind in (self._tensor_kinds or {}).items()
-            if kind in slice_of_kind
-        }
-        return replace(self, **sliced) if sliced else self  # type: ignore[type-var]
-
-    def select_heads(self, heads: slice) -> "Bias":
-        """Return the bias of some heads; a tensor with one entry for all heads stays as it is."""
-        tensors = self.tree_flatten()
-        if tensors is None:
-            raise NotImplementedError
-        axes = {"rows": 1, "keys": 1, "table": 0}
-        return self.tree_unflatten(iter([_select(x, heads, axes[kind]) for x, kind in tensors]))  # type: ignore[return-value]
-
-    def tree_flatten(self) -> list[tuple[Tensor, str]] | None:
-        """Return the tensors of the bias, each with its kind, or None for functions and dense biases.
-
-        The kinds are "rows" for one entry per query, (B, H, n, …), "keys" for one per key, (B, H, m, …), and "table"
-        for neither, (H or 1, …).
-        """
-        if self._tensor_kinds is None:
-            return None
-        return [(getattr(self, name), kind) for name, kind in self._tensor_kinds.items()]
-
-    def tree_unflatten(self, tensors: Iterator[Tensor]) -> Self:
-        """Return the same bias with other tensors, in the order of :meth:`tree_flatten`."""
-        replaced = {name: next(tensors) for name in self._tensor_kinds or ()}
-        return replace(self, **replaced) if replaced else self  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +109,7 @@ class PairBias(BiasTerm):
     def _fn_of_heads(self, heads: slice) -> Callable[..., Tensor]:
         """Return ``fn`` restricted to some heads."""
         fn = self.fn
-        return lambda i, j, *aux: _select(fn(i, j, *aux), heads, 1)
+        return lambda i, j, *aux: select_heads(fn(i, j, *aux), heads, 1)
 
 
 @dataclass(frozen=True)
@@ -223,7 +180,9 @@ class ScaledDistanceBias(PairBias):
 
         def make_pieces_of_heads(largest: float) -> PiecewiseLinear:
             pieces = make_pieces(largest)
-            return replace(pieces, value=_select(pieces.value, heads, 0), slope=_select(pieces.slope, heads, 0))
+            return replace(
+                pieces, value=select_heads(pieces.value, heads, 0), slope=select_heads(pieces.slope, heads, 0)
+            )
 
         return replace(self, fn=self._fn_of_heads(heads), make_pieces=make_pieces_of_heads)
 
@@ -284,7 +243,7 @@ class DenseBias(BiasTerm):
 
     def select_heads(self, heads: slice) -> "Bias":
         """Slice the dense bias."""
-        return replace(self, bias=_select(self.bias, heads, 1))
+        return replace(self, bias=select_heads(self.bias, heads, 1))
 
     def select(self, queries: slice, keys: slice) -> Self:
         """Slice the dense bias."""
@@ -381,6 +340,36 @@ class TokenBias(BiasTerm):
 
 
 @dataclass(frozen=True)
+class PairGateBias(BiasTerm):
+    """Sums of the logarithms of gates of pairs: bias[b, h, i, j] = Σ_(l=j…i-1) ln σ(query[b, h, i] · key[b, h, l]).
+
+    O(n·E) memory.
+
+    Attributes:
+        query: (B, H, n, E), already scaled.
+        key: (B, H, m, E).
+        repeated: (B, H, m) bool, True at keys whose gate counts for this key alone, such as padding.
+    """
+
+    _tensor_kinds: ClassVar = {"query": "rows", "key": "keys", "repeated": "keys"}
+    query: Tensor
+    key: Tensor
+    repeated: Tensor
+
+    def materialize(self, pos: Positions, queries: slice = _ALL, keys: slice = _ALL) -> Tensor:
+        """Sum the logarithms of the gates of all keys before each query of the block."""
+        n, m = self.query.shape[2], self.key.shape[2]
+        index = torch.arange(m, device=self.key.device)
+        is_before = index < index[m - n :][queries, None]  # (queries, m)
+        logits = torch.matmul(self.query[:, :, queries], self.key.mT)  # (B, H, queries, m)
+        log_gate = F.logsigmoid(logits).where(is_before, 0.0)
+        repeated = self.repeated[:, :, None]  # (B, H, 1, m)
+        # from the right, so that the sums of near keys are exact; the gate of key j itself counts in any case
+        sums = log_gate.masked_fill(repeated, 0.0).flip(-1).cumsum(-1).flip(-1)
+        return (sums + log_gate.masked_fill(~repeated, 0.0))[..., keys]
+
+
+@dataclass(frozen=True)
 class SumBias(BiasTerm):
     """The sum of several biases.
 
@@ -428,16 +417,21 @@ class RelativeValues(DistanceTable):
     vectors: Tensor
 
 
-Bias = ToeplitzBias | PairBias | TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias | DenseBias
+Bias = (
+    ToeplitzBias
+    | PairBias
+    | TokenBias
+    | QueryTableBias
+    | KeyTableBias
+    | QueryKeyTableBias
+    | PairGateBias
+    | SumBias
+    | DenseBias
+)
 """Any type of bias, ordered from the most structured type to the least."""
 
-ContentBias = TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias
+ContentBias = TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | PairGateBias | SumBias
 """Types of bias that may depend on the contents of the tokens."""
-
-
-def _select(x: Tensor, heads: slice, axis: int) -> Tensor:
-    """Return some heads of a tensor; one that has a single entry for all heads stays as it is."""
-    return x if x.shape[axis] == 1 else x[(slice(None),) * axis + (heads,)]
 
 
 def add_biases(first: Bias | None, second: Bias | None) -> Bias | None:

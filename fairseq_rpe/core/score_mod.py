@@ -12,6 +12,7 @@ from fairseq_rpe.core.bias import (
     DenseBias,
     DistanceTable,
     PairBias,
+    PairGateBias,
     PointwiseBias,
     QueryKeyTableBias,
     QueryTableBias,
@@ -73,6 +74,8 @@ def score_mod(
         return None
     if isinstance(bias, DenseBias):
         return _dense_score_mod(bias)
+    if isinstance(bias, PairGateBias):
+        return _dense_score_mod(DenseBias(bias.materialize(pos)))
     if isinstance(bias, ContentBias):
         return _content_score_mod(bias, pos, batch, padding, last_query)
     if isinstance(bias, ScaledDistanceBias):
@@ -118,6 +121,7 @@ def _content_score_mod(
         mean = bias.key.detach().mean(2, keepdim=True)  # centred, because float32 is more precise for small numbers
         query, key = ((x.expand(batch, -1, -1)).float() for x in (bias.query + mean, bias.key - mean))
         return lambda score, b, h, i, j: score + (query[b, h, i] + key[b, h, j])
+    assert not isinstance(bias, PairGateBias)  # score_mod has its dense form
     column = _column_lookup(bias, pos, batch)
     if isinstance(bias, QueryKeyTableBias):
         return _product_score_mod(bias, column, batch)

@@ -3,13 +3,23 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fairseq_rpe.core.arguments import describe_value
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # floating-point types of at least 16 bits
+
+
+def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return what a linear layer returns for x, in x's dtype or in float32 if that is wider.
+
+    Encodings keep their parameters in float32, and x may be in half or in double precision.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
 def check_tensor(name: str, x: Any) -> None:

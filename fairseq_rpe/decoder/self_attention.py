@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k = rotate_keys(k, plan) if plan.keys_rotated else k
             k, v, features = cache.append(k, v, features, plan.cache_window)
-            if plan.transform_scores_with_state is not None:
+            if plan.has_key_state:
                 plan = replace(plan, key_state=cache.key_state, store_key_state=cache.set_key_state)
         out = run_attention(q, k, v, plan, self.dropout_module.active_p, features)  # (B, H, n, D)
         return self.out_proj(out.permute(2, 0, 1, 3).reshape(n, batch, -1))

@@ -13,6 +13,7 @@ from fairseq_rpe.core.contract import call_user_method, is_shipped
 from fairseq_rpe.core.errors import UserError, explain_memory_errors
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings import (  # noqa: F401  (registers)
+    abacus,
     absolute,
     alibi,
     attention_sinks,
@@ -20,6 +21,7 @@ from fairseq_rpe.encodings import (  # noqa: F401  (registers)
     clex,
     complex_embedding,
     cope,
+    coupled,
     dape,
     deberta,
     fire,
@@ -31,6 +33,8 @@ from fairseq_rpe.encodings import (  # noqa: F401  (registers)
     kerple,
     longrope,
     music_transformer,
+    path_attention,
+    pope,
     rope,
     rope_extrapolation,
     sandwich,
@@ -42,6 +46,7 @@ from fairseq_rpe.encodings import (  # noqa: F401  (registers)
     tisa,
     transformer_xl,
     tupe,
+    wall,
     window,
     xpos,
 )
@@ -125,10 +130,12 @@ def _width_for_heads(cls: type[Encoding], spec: str, heads: int, width: int, hea
     width of a head, so H·D serves them.
     """
     reads_input = cls.embed is not Encoding.embed or cls.token_features is not Encoding.token_features
-    if reads_input and cls.rotate is not Encoding.rotate:
+    multiplies = cls.score_product is not Encoding.score_product
+    if reads_input and (multiplies or cls.rotate is not Encoding.rotate):
+        acts = "reads the input and multiplies heads" if multiplies else "acts at the input and rotates heads"
         raise UserError(
-            f"'{spec}' acts at the input and rotates heads, so a head must have {width // heads} elements, the model "
-            f"width divided by the heads, not {head_width}: leave --head-dim out"
+            f"'{spec}' {acts}, so a head must have {width // heads} elements, the model width divided by the heads, "
+            f"not {head_width}: leave --head-dim out"
         )
     return width if reads_input else heads * head_width
 

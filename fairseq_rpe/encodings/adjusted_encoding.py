@@ -5,8 +5,9 @@ from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Bias
+from fairseq_rpe.core.bias import Bias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
@@ -86,4 +87,17 @@ class AdjustedEncoding(Encoding):
     def base_bias(self, pos: Positions, scores: Tensor) -> Tensor | None:
         """Return the bias (B, H, n, m) of ``base`` in the dtype of scores (B, H, n, m), or None if it has none."""
         bias: Bias | None = self.base.position_bias(pos)
+        if isinstance(bias, ToeplitzBias) and pos.contiguous and pos.step == bias.step:
+            return _shift_columns(bias.columns(scores.shape[3]), scores.shape[2]).to(scores.dtype).expand_as(scores)
         return None if bias is None else bias.materialize(pos).to(scores.dtype).expand_as(scores)
+
+
+def _shift_columns(columns: Tensor, n: int) -> Tensor:
+    """Return the bias (H, n, m) of n queries from its columns (H, m) for the distances 0 … m-1, without a gather.
+
+    Rows of m + 1 numbers, of which the first is padding, become rows of m numbers in the same memory: row i shifts by
+    n - i. Entries in the future are arbitrary.
+    """
+    heads, m = columns.shape
+    row = F.pad(columns.flip(1), (1, 0))  # (H, 1 + m), from far to near
+    return row[:, None].expand(heads, n, m + 1).flatten(1)[:, n:].view(heads, n, m)

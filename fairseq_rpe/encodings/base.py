@@ -24,7 +24,7 @@ _WIDE = (torch.float32, torch.float64)
 FAMILIES = {
     "bias of the distance": "adds a function of the distance to each attention score",
     "bias of both positions": "adds a function of the positions of query and key",
-    "bias that depends on the content": "adds what queries, keys or tokens decide",
+    "bias that depends on the content": "adds to scores, or changes scores by, what queries, keys or tokens decide",
     "rotation of queries and keys (RoPE)": "rotates pairs of elements by an angle of the position",
     "RoPE on longer texts, without training": "remaps relative positions to those seen in training",
     "segments": "encodes positions within and between segments of the text",
@@ -84,7 +84,7 @@ class Encoding(OptionalAttention):
     length_dependent: bool = False
     needs_token_ids: bool = False
     fixed_rotation: bool = False
-    position_type: ClassVar[str] = "any"
+    position_type: str = "any"
     bounded_reason: ClassVar[str] = ""
     dependence: str = ""
     changes_base: ClassVar[bool] = False

@@ -24,56 +24,19 @@ from fairseq_rpe.core.contract import (
 from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairwiseBias, Rotary
-from fairseq_rpe.encodings.contract_values import WIDE, Declined, HookProbe, first_nonfinite
+from fairseq_rpe.encodings.contract_values import HOOKS, OTHER_NAMES, WIDE, Declined, HookProbe, first_nonfinite
 
-_HOOKS = (
-    "embed",
-    "rotate",
-    "value",
-    "position_bias",
-    "content_bias",
-    "transform_scores",
-    "transform_scores_with_state",
-    "relative_values",
-    "prepare_positions",
-    "rotation",
-    "token_features",
-    "rotation_regions",
-)
-_OTHER_NAMES = (
-    "setup",
-    "log_bias_formulas",
-    "logged_scalars",
-    "bias_profile",
-    "Config",
-    "formula",
-    "paper",
-    "family",
-    "figure_options",
-    "dape_base",
-    "position_limit",
-    "sharing_modes",
-    "tie",
-    "position_type",
-    "max_queries_per_call",
-    "length_dependent",
-    "needs_token_ids",
-    "fixed_rotation",
-    "bounded_reason",
-    "dependence",
-    "key_state_width",
-    "returns_log_weights",
-)
 # family -> methods of which an author must define at least one, and further names of the family
 _FAMILIES: dict[type[Encoding], tuple[tuple[str, ...], tuple[str, ...]]] = {
     DistanceBias: (("bias", "head_bias", "position_bias"), ("head_parameters",)),
     PairwiseBias: (("bias", "position_bias"), ()),
     Rotary: (("angles", "rotate", "rotation"), ("amplitude", "interleaved", "rotary_fraction", "scale_whole_head")),
     Absolute: (("vectors", "embed"), ()),
-    Encoding: (_HOOKS, ()),
+    Encoding: (HOOKS, ()),
 }
 # hooks by the shape that _outputs returns for them
-_SQUARE = ("rotate", "position_bias", "content_bias", "transform_scores", "relative_values")  # (…, queries, keys)
+# (…, queries, keys)
+_SQUARE = ("rotate", "position_bias", "content_bias", "score_product", "transform_scores", "relative_values")
 _BY_QUERY = ("embed", "token_features")  # (…, queries, width); ``value`` is (…, keys, width)
 # by class: the options, sizes and devices for which it has passed the check
 _checked: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
@@ -152,9 +115,9 @@ def check_class(encoding: Encoding) -> None:
     family = next(base for base in _FAMILIES if isinstance(encoding, base))
     required, optional = _FAMILIES[family]
     # hooks may also be attributes that ``setup`` sets, or methods of an encoding of this package
-    set_later = any(name in vars(encoding) for name in _HOOKS)
+    set_later = any(name in vars(encoding) for name in HOOKS)
     inherited = any(is_shipped(base) and base not in _FAMILIES for base in cls.__mro__[: cls.__mro__.index(family)])
-    check_hook_names(cls, family, required, (*optional, *_HOOKS, *_OTHER_NAMES), set_later or inherited)
+    check_hook_names(cls, family, required, (*optional, *HOOKS, *OTHER_NAMES), set_later or inherited)
     if cls.position_type not in ("any", "whole", "none"):
         raise_contract_error(cls, None, f"has position_type = {cls.position_type!r}, expected 'any', 'whole' or 'none'")
     if isinstance(encoding, Rotary) and not hasattr(encoding, "rotated"):
@@ -296,15 +259,14 @@ class _ContractCheck(HookProbe):
         if rotate is not None:
             calls = [(q, at, False) for at in query_positions] + [(k, at, True) for at in key_positions]
             for source, at, key in calls:
-                output = self.call("rotate", source, at, pos, function=rotate, key=key)
-                self.check_tensor("rotate", output, [tuple(source.shape)], (source.dtype,))
-                yield "rotate", output, source
+                yield "rotate", self.checked_rotation(rotate, source, at, pos, key), source
         if self.has("value"):
             output = self.call("value", v, pos)
             self.check_tensor("value", output, [tuple(v.shape)], (v.dtype,))
             yield "value", output, v
         for method, output in self._score_terms(q, k, pos, features):
-            yield self.user_method(method), output, q if method.startswith("transform_scores") else None
+            reads_queries = method.startswith("transform_scores") or method == "score_product"
+            yield self.user_method(method), output, q if reads_queries else None
         if self.has("relative_values") and (values := self.checked_relative_values(pos)) is not None:
             yield "relative_values", values.vectors, None
 
@@ -322,10 +284,12 @@ class _ContractCheck(HookProbe):
             yield "position_bias", self._dense_bias("position_bias", bias, pos, 0)
         if self.has("content_bias") and (bias := self.call("content_bias", q, k, pos, features)) is not None:
             yield "content_bias", self._dense_bias("content_bias", bias, pos, len(q))
+        if self.has("score_product"):
+            yield "score_product", self.checked_products(q, k, pos, features)[0]
         if self.has("transform_scores") and self.encoding.transform_scores is not None:
             yield "transform_scores", self.checked_attention_weights(q, k, pos)
         # one query alone lacks the state that the queries before it leave: see _check_key_state
-        has_hook = self.encoding.has_key_state or self.has("transform_scores_with_state")
+        has_hook = self.encoding.key_state_width > 0 or self.has("transform_scores_with_state")
         if has_hook and q.shape[2] == k.shape[2]:
             yield "transform_scores_with_state", self.checked_stateful_weights(q, k, pos)[0]
 
@@ -395,8 +359,10 @@ class _ContractCheck(HookProbe):
             self._compare_query(full, tensors, n // 2)
         self._compare_query(full, tensors, n - 1)
         self._check_cached(tensors["k"])
-        if self.encoding.has_key_state:
+        if self.encoding.key_state_width > 0:
             self._check_key_state(tensors["q"], tensors["k"])
+        if self.encoding.transforms_keys:
+            self._check_transformed_keys(tensors)
 
     def _check_key_state(self, q: Tensor, k: Tensor) -> None:
         """Check that two blocks of queries, the second with the state after the first, equal all n queries at once."""
@@ -409,6 +375,19 @@ class _ContractCheck(HookProbe):
         label, remedy = "two blocks of queries", "the state may depend on the queries alone, not on their blocks"
         self._compare(name, expected[0][:, :, first:], weights, label=label, other="one block", remedy=remedy)
         self._compare(name, expected[1], state, label=label, other="one block", remedy=remedy)
+
+    def _check_transformed_keys(self, tensors: dict[str, Tensor]) -> None:
+        """Check that queries after the keys that earlier tokens have transformed equal those of all n tokens."""
+        n, first, name, q, k = self.tokens, self.tokens // 2, "score_product", tensors["q"], tensors["k"]
+        pos, begin = (self.checked_positions(self._arange(torch.float64, m)) for m in (n, first))
+        rest = self.checked_positions(self._arange(torch.float64, n, queries=n - first))
+        features = self.checked_token_features(tensors["x"]) if self.has("token_features") else None
+        first_features = None if features is None else features[:, :, :first]
+        expected = self.checked_products(q, k, pos, features)[0]
+        _, state = self.checked_products(q[:, :, :first], k[:, :, :first], begin, first_features)
+        output, _ = self.checked_products(q[:, :, first:], k, rest, features, state)
+        label, remedy = "queries after transformed keys", "let key_state return the keys as all tokens transform them"
+        self._compare(name, expected[:, :, first:], output, label=label, other="one pass", remedy=remedy)
 
     def _compare_query(self, full: list[tuple[str, Tensor]], tensors: dict[str, Tensor], last: int) -> None:
         """Compare one query, token ``last``, with its row in a pass over all tokens.

@@ -15,6 +15,7 @@ from fairseq_rpe.core.bias import (
     DenseBias,
     KeyTableBias,
     PairBias,
+    PairGateBias,
     PointwiseBias,
     QueryKeyTableBias,
     QueryTableBias,
@@ -27,8 +28,50 @@ from fairseq_rpe.core.contract import ContractError, call_user_method, raise_con
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
+from fairseq_rpe.core.score_product import ScoreProduct
 from fairseq_rpe.encodings.base import DistanceBias, Encoding, PairwiseBias
 
+HOOKS = (
+    "embed",
+    "rotate",
+    "value",
+    "position_bias",
+    "content_bias",
+    "score_product",
+    "transform_scores",
+    "transform_scores_with_state",
+    "relative_values",
+    "prepare_positions",
+    "rotation",
+    "token_features",
+    "rotation_regions",
+)
+OTHER_NAMES = (
+    "setup",
+    "log_bias_formulas",
+    "logged_scalars",
+    "bias_profile",
+    "Config",
+    "formula",
+    "paper",
+    "family",
+    "figure_options",
+    "dape_base",
+    "position_limit",
+    "sharing_modes",
+    "tie",
+    "position_type",
+    "max_queries_per_call",
+    "length_dependent",
+    "needs_token_ids",
+    "fixed_rotation",
+    "bounded_reason",
+    "dependence",
+    "key_state_width",
+    "transforms_keys",
+    "returns_log_weights",
+    "rotated_width_factor",
+)
 WIDE = (torch.float32, torch.float64)  # dtypes that positions and biases keep
 Shape = tuple[int, ...]
 _ROUNDING = 1e-5  # by which a sum of float32 weights may exceed 1
@@ -176,6 +219,20 @@ class HookProbe:
                 self.refuse_value("prepare_positions", value, f"positions {name} of shape {tuple(like.shape)}")
         return output
 
+    def checked_rotation(
+        self, rotate: Callable[..., Tensor], x: Tensor, at: Tensor, pos: Positions, key: bool
+    ) -> Tensor:
+        """Return the result (B, H, n, E) of ``rotate`` for queries or keys x (B, H, n, D), checked."""
+        output = self.call("rotate", x, at, pos, function=rotate, key=key)
+        width = self.encoding.rotated_width_factor * x.shape[3]
+        self.check_tensor("rotate", output, [(*x.shape[:3], width)], (x.dtype,))
+        return output
+
+    def _check_equal_widths(self, method: str) -> None:
+        """Refuse a hook whose vectors are as wide as a head if ``rotate`` makes queries and keys wider."""
+        if self.encoding.rotated_width_factor != 1:
+            self.refuse(method, "cannot be combined with a rotated_width_factor other than 1: leave one of them out")
+
     def checked_rotation_positions(self, pos: Positions) -> tuple[list[Tensor], list[Tensor]]:
         """Check ``rotation_regions``, and return the positions for which queries and keys are rotated.
 
@@ -189,6 +246,7 @@ class HookProbe:
         regions = self.call("rotation_regions", pos)
         if regions is None:
             return [pos.q], [pos.k]
+        self._check_equal_widths("rotation_regions")
         if not isinstance(regions, tuple) or not all(isinstance(region, RotationRegion) for region in regions):
             self.refuse_value("rotation_regions", regions, "a tuple of RotationRegion or None")
         i, j = pos.q[:, :, None], pos.k[:, None]  # (B or 1, n, 1), (B or 1, 1, m)
@@ -231,6 +289,10 @@ class HookProbe:
         elif isinstance(bias, TokenBias):
             self._check_field(method, bias, "query", [(b, heads, n) for b in batches])
             self._check_field(method, bias, "key", [(b, heads, m) for b in batches])
+        elif isinstance(bias, PairGateBias):
+            self._check_field(method, bias, "query", [(b, heads, n, None) for b in batches])
+            self._check_field(method, bias, "key", [(b, heads, m, bias.query.shape[3]) for b in batches])
+            self._check_field(method, bias, "repeated", [(b, heads, m) for b in batches])
         elif isinstance(bias, QueryTableBias | KeyTableBias | QueryKeyTableBias):
             if not isinstance(bias, KeyTableBias):
                 self._check_field(method, bias, "query", [(b, heads, n, None) for b in batches])
@@ -297,6 +359,34 @@ class HookProbe:
         scores = _content_scores(q, k)
         return self._weights("transform_scores", self.call("transform_scores", scores, q, pos), scores)
 
+    def checked_products(
+        self, q: Tensor, k: Tensor, pos: Positions, features: Tensor | None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Check ``score_product``; return its products (B, H, n, m) with 0 for later keys, and the transformed keys.
+
+        Args:
+            q: (B, H, n, D).
+            k: (B, H, m, D).
+            pos: positions of the n queries and m keys.
+            features: (B, H, m, E) token features, or None.
+            state: (B, H, m - n, D) keys that earlier tokens have transformed, or None.
+        """
+        method, hidden = "score_product", future(q.shape[2], k.shape[2], q.device)
+        product = self.call(method, q, k, pos, features, None, state)
+        if not isinstance(product, ScoreProduct):
+            self.refuse_value(method, product, "a ScoreProduct")
+        results = []
+        for form in (product, self.call(method, function=product.prepare_blocks)):
+            output = self.call(method, function=form.products)
+            self.check_tensor(method, output, [(*q.shape[:3], k.shape[2])], WIDE)
+            results.append(output.masked_fill(hidden, 0.0))
+        if not torch.allclose(results[0], results[1], rtol=1e-3, atol=1e-3):
+            self.refuse(method, "gives other products after prepare_blocks: let both forms compute the same")
+        state = self.call(method, function=product.key_state) if self.encoding.transforms_keys else None
+        if self.encoding.transforms_keys:
+            self.check_tensor(method, state, [tuple(k.shape)], WIDE)
+        return results[0], state
+
     def checked_stateful_weights(
         self, q: Tensor, k: Tensor, pos: Positions, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -309,7 +399,7 @@ class HookProbe:
             state: (B, 1, m - n, E) after the first m - n queries; None if there are none.
         """
         method, scores = "transform_scores_with_state", _content_scores(q, k)
-        if not self.encoding.has_key_state:
+        if self.encoding.key_state_width < 1:
             self.refuse(method, "is never called while key_state_width is 0: set the number of numbers of each key")
         zeros = scores.new_zeros(len(k), 1, k.shape[2], self.encoding.key_state_width)
         state = zeros if state is None else torch.cat([state, zeros[:, :, state.shape[2] :]], dim=2)
@@ -345,6 +435,7 @@ class HookProbe:
             return None
         if not isinstance(output, RelativeValues):
             self.refuse_value("relative_values", output, "RelativeValues or None")
+        self._check_equal_widths("relative_values")
         columns = output.vectors.shape[1] if output.vectors.dim() == 3 else 1
         self.check_tensor("relative_values", output.vectors, [(h, columns, self.head) for h in (1, self.heads)], WIDE)
         return output

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
+
+GATES_PER_POSITION = 3  # number of keys that are first assumed to add up to a position; gates start near one half
 
 
 @register("cope", colour="black", marker="v")
@@ -42,12 +45,37 @@ class Cope(Encoding):
 
     def transform_scores(self, scores: Tensor, q: Tensor, pos: Positions) -> Tensor:
         """Add the interpolated q·e[p_ij] to scores (B, H, n, m) of queries q (B, H, n, D)."""
-        gates = scores.sigmoid()  # (B, H, n, m); 0 for hidden keys, whose scores are -inf
-        # a sum from the right: p_ij counts the gates of keys j … i
-        at = gates.flip(-1).cumsum(-1).flip(-1).clamp_max(self.config.max_positions - 1)
-        low = at.detach().floor()
         logits = torch.matmul(q, self.vectors.to(q.dtype))  # (B, H, n, P)
         if self.config.scale_on == "both":
             logits = logits * q.shape[-1] ** -0.5
-        first, second = (logits.gather(-1, x.long()) for x in (low, at.detach().ceil()))  # (B, H, n, m) each
-        return scores + torch.lerp(first, second, at - low)
+        if scores.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return scores + self._interpolate(logits, self._positions(scores))
+        near, at = self._near_positions(scores)
+        if near == scores.shape[3]:
+            return scores + self._interpolate(logits, at)
+        far_scores, near_scores = scores[..., :-near], scores[..., -near:]
+        return torch.cat([far_scores + logits[..., -1:], near_scores + self._interpolate(logits, at)], dim=-1)
+
+    def _positions(self, scores: Tensor) -> Tensor:
+        """Return p_ij (B, H, n, m) of scores of all keys from the first of them to the query."""
+        gates = scores.sigmoid()  # (B, H, n, m); 0 for hidden keys, whose scores are -inf
+        # a sum from the right: p_ij counts the gates of keys j … i
+        return gates.flip(-1).cumsum(-1).flip(-1).clamp_max(self.config.max_positions - 1)
+
+    def _near_positions(self, scores: Tensor) -> tuple[int, Tensor]:
+        """Return a number w of keys, and p_ij (B, H, n, w) of the last w keys; that of all others is P - 1."""
+        last, (n, m) = self.config.max_positions - 1, scores.shape[2:]
+        near = n + GATES_PER_POSITION * last
+        while near < m:
+            at = self._positions(scores[..., -near:])
+            if bool((at[..., 0] >= last).all()):
+                return near, at
+            near *= 2
+        return m, self._positions(scores)
+
+    def _interpolate(self, logits: Tensor, at: Tensor) -> Tensor:
+        """Return logits (B, H, n, P) at positions (B, H, n, w), interpolated linearly."""
+        low = at.detach().floor()
+        index = low.long()
+        slopes = F.pad(logits.diff(dim=-1), (0, 1))  # (B, H, n, P)
+        return torch.addcmul(logits.gather(-1, index), at - low, slopes.gather(-1, index))

@@ -18,9 +18,9 @@ from fairseq_rpe.encodings.adjusted_encoding import (
     rotary_fraction_option,
 )
 from fairseq_rpe.encodings.base import register
+from fairseq_rpe.encodings.pair_network import AddedNetwork
 
 KEYS = 256  # numbers of keys are padded to multiples of this before a convolution
-PAIRS = 1 << 12  # pairs whose hidden units are in memory at a time, without gradients on a CPU
 
 
 @register("dape", colour="orange", marker="o")
@@ -79,15 +79,30 @@ class Dape(AdjustedEncoding):
     def transform_scores(self, scores: Tensor, q: Tensor, pos: Positions) -> Tensor:
         """Add the bias of ``base`` and the MLP's output to scores (B, H, n, m)."""
         hidden = torch.isneginf(scores)
-        inputs = scores = scores.masked_fill(hidden, 0.0)
+        scores = scores.masked_fill(hidden, 0.0)
         bias = self.base_bias(pos, scores)
+        any_hidden = hidden.any(1, keepdim=True) if self.config.kernel > 1 else None
+        # compilers, transforms and modes see the operations of autograd alone
+        is_eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+        is_eager = is_eager and not torch._C._len_torch_function_stack()
+        if scores.device.type == "cpu" and is_eager and (self.config.kernel == 1 or pos.contiguous):
+            layers = [x.to(scores.dtype) for x in (*self._parameters_of(self.mix), *self._parameters_of(self.out))]
+            result: Tensor = AddedNetwork.apply(scores, bias, any_hidden, *layers)
+            return result.masked_fill(hidden, float("-inf"))
+        inputs = scores
         if bias is not None:
             scores, inputs = scores + bias, torch.cat([scores, bias], dim=1)  # (B, H, n, m), (B, 2H, n, m)
-        if self.config.kernel == 1:
+        if any_hidden is None:
             change = self._apply_mlp(inputs.flatten(2)).view_as(scores)  # of (B, H, n·m)
         else:
-            change = self._apply_convolutions(inputs, hidden.any(1, keepdim=True), pos.contiguous)
+            change = self._apply_convolutions(inputs, any_hidden, pos.contiguous)
         return (scores + change).masked_fill(hidden, float("-inf"))
+
+    @staticmethod
+    def _parameters_of(layer: nn.Linear | nn.Conv2d) -> tuple[Tensor, Tensor]:
+        """Return the weight (out, in, k) and the bias (out,) of a layer."""
+        assert layer.bias is not None
+        return layer.weight.reshape(*layer.weight.shape[:2], -1), layer.bias
 
     def _apply_convolutions(self, x: Tensor, hidden: Tensor, contiguous: bool) -> Tensor:
         """Return f (B, H, n, m) of neighbouring keys.
@@ -115,10 +130,8 @@ class Dape(AdjustedEncoding):
     def _apply_mlp(self, x: Tensor) -> Tensor:
         """Return f (B, H, pairs) of the scores and biases x (B, H or 2H, pairs)."""
         first, last = (_Layer.of(layer, x) for layer in (self.mix, self.out))
-        if torch.is_grad_enabled() or x.device.type != "cpu":
-            units = F.leaky_relu(torch.matmul(first.weight, x) + first.bias)  # (B, w, pairs)
-            return torch.matmul(last.weight, units) + last.bias
-        return _apply_blockwise(x, first, last)
+        units = F.leaky_relu(torch.matmul(first.weight, x) + first.bias)  # (B, w, pairs)
+        return torch.matmul(last.weight, units) + last.bias
 
 
 class _Layer(NamedTuple):
@@ -138,14 +151,3 @@ def _convolve(layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
     """Apply a convolution of k neighbouring keys to x (B, channels, n, m), padded with zeros: the same n and m."""
     weight, bias = _Layer.of(layer, x)
     return F.conv2d(x, weight, bias[:, 0], padding=(0, weight.shape[-1] // 2))
-
-
-def _apply_blockwise(x: Tensor, first: _Layer, last: _Layer) -> Tensor:
-    """Apply the MLP to x (B, H or 2H, pairs), in blocks whose hidden units fit into the CPU's cache: (B, H, pairs)."""
-    out = x.new_empty(len(x), len(last.weight), x.shape[2])
-    for start in range(0, x.shape[2], PAIRS):
-        pairs = slice(start, start + PAIRS)
-        for row, result in zip(x[:, :, pairs], out[:, :, pairs], strict=True):
-            units = F.leaky_relu_(torch.addmm(first.bias, first.weight, row))  # (w, block)
-            result.copy_(torch.addmm(last.bias, last.weight, units))
-    return out

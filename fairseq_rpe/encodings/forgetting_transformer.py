@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Bias, DenseBias, TokenBias
+from fairseq_rpe.core.bias import Bias, PairGateBias, TokenBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.log_bias import exact_fraction
 from fairseq_rpe.core.positions import Positions
@@ -100,9 +100,7 @@ class Forgetting(Encoding):
     def content_bias(self, q: Tensor, k: Tensor, pos: Positions, features: Tensor | None) -> Bias:
         """Return c_i - c_j from the gates' logits ``features`` (B, H, m, 1)."""
         assert features is not None
-        log_gate = F.logsigmoid(features[..., 0].double())  # (B, H, m)
-        total = log_gate.masked_fill(_repeated_positions(pos)[:, None], 0.0).cumsum(2)  # c_i, (B, H, m)
-        return TokenBias(total[:, :, -q.shape[2] :], -total)
+        return forget_gate_bias(features[..., 0], pos, q.shape[2])
 
     def logged_scalars(self) -> dict[str, Tensor]:
         """Return the time scales (H,) if they do not depend on the input."""
@@ -115,8 +113,7 @@ class PairwiseForgetting(Encoding):
 
     It is ``PerRowDataDependentAlibi`` of the library x-transformers. x (C,) is the layer's input, and q' and k' have
     E = ``gate_width`` elements. Query i reads the gate of every token l from key j on, without its own; ``forgetting``
-    has one gate of a token for all queries, and its sum is over l = j+1 … i. Gates start near one half. The bias of all
-    pairs is in memory, O(n²).
+    has one gate of a token for all queries, and its sum is over l = j+1 … i. Gates start near one half.
     """
 
     @dataclass(frozen=True)
@@ -148,17 +145,24 @@ class PairwiseForgetting(Encoding):
         """Return the sums of ln σ(q'·k'/sqrt(E)) from q' and k' of all tokens, ``features`` (B, H, m, 2E)."""
         assert features is not None
         queries, keys = features.chunk(2, dim=-1)  # (B, H, m, E) each
-        n, m = q.shape[2], k.shape[2]
-        logits = torch.matmul(queries[:, :, m - n :], keys.mT) * self.config.gate_width**-0.5  # (B, H, n, m)
-        is_before = torch.ones(n, m, dtype=torch.bool, device=k.device).tril(m - n - 1)
-        log_gate = F.logsigmoid(logits).where(is_before, 0.0)
-        repeated = _repeated_positions(pos)[:, None, None]  # (B or 1, 1, 1, m)
-        # from the right, so that the sums of near keys are exact; the gate of key j itself counts in any case
-        sums = log_gate.masked_fill(repeated, 0.0).flip(-1).cumsum(-1).flip(-1)
-        return DenseBias(sums + log_gate.masked_fill(~repeated, 0.0))
+        repeated = repeated_positions(pos)[:, None].expand(keys.shape[:3])  # (B, H, m)
+        return PairGateBias(queries[:, :, -q.shape[2] :] * self.config.gate_width**-0.5, keys, repeated)
 
 
-def _repeated_positions(pos: Positions) -> Tensor:
+def forget_gate_bias(logits: Tensor, pos: Positions, n: int) -> TokenBias:
+    """Return the bias Σ_(l=j+1…i) ln σ(logit_l) of the last n of m tokens as queries.
+
+    Args:
+        logits: (B, H, m) logits of the gates of all tokens.
+        pos: positions of the tokens.
+        n: number of queries.
+    """
+    log_gate = F.logsigmoid(logits.double())  # (B, H, m)
+    total = log_gate.masked_fill(repeated_positions(pos)[:, None], 0.0).cumsum(2)  # c_i, (B, H, m)
+    return TokenBias(total[:, :, -n:], -total)
+
+
+def repeated_positions(pos: Positions) -> Tensor:
     """Return (B or 1, m) bool, True where the position is not above that of the token before.
 
     Such a token is padding, whose gate must not count for keys before it, or the first of a row or document, which has

@@ -12,6 +12,7 @@ from fairseq_rpe.core.errors import UserError, explain_memory_errors
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
 from fairseq_rpe.core.score_mod import score_mod
+from fairseq_rpe.core.score_product import ScoreProduct
 from fairseq_rpe.core.tensors import FLOAT_DTYPES
 
 
@@ -20,9 +21,9 @@ class EncodingInterface(nn.Module):
 
     ``embed`` acts once, at the input of the model. In every layer ``rotate`` is applied to queries and keys, and
     ``value`` to values. ``position_bias`` depends on positions; ``content_bias`` depends on queries, keys and
-    ``token_features``. ``transform_scores`` changes all scores of a query, and ``transform_scores_with_state`` also
-    updates numbers of each key. ``relative_values`` are added to the values of the keys, by their distances from the
-    query. ``prepare_positions`` is called before all of these except ``embed``.
+    ``token_features``. ``score_product`` replaces q·k. ``transform_scores`` changes all scores of a query, and
+    ``transform_scores_with_state`` also updates numbers of each key. ``relative_values`` are added to the values of the
+    keys, by their distances from the query. ``prepare_positions`` is called before all of these except ``embed``.
 
     Attributes:
         heads: number of attention heads H.
@@ -30,12 +31,17 @@ class EncodingInterface(nn.Module):
             where a query does not see a key, the queries (B, H, n, D), and the positions of these queries. It is called
             for blocks of queries, and again in the backward pass.
         key_state_width: E, numbers that each key has in the state of ``transform_scores_with_state``; 0: no state.
+        transforms_keys: whether each token transforms all keys before it, see ``score_product``: a KV cache then stores
+            the transformed keys.
         returns_log_weights: whether the transformed scores are logarithms of attention weights, whose sum is at most 1:
             attention then exponentiates them without a softmax.
+        rotated_width_factor: width of rotated queries and keys as a multiple of that of a head, D.
     """
 
     heads: int
+    rotated_width_factor: int = 1
     key_state_width: int = 0
+    transforms_keys: bool = False
     returns_log_weights: bool = False
     transform_scores: Callable[[Tensor, Tensor, Positions], Tensor] | None = None
 
@@ -46,6 +52,10 @@ class EncodingInterface(nn.Module):
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
         """Rotate queries or keys.
 
+        They may become wider than the values, E = ``rotated_width_factor``·D. Every attention backend then divides q·k
+        by sqrt(E); for another scale, multiply the rotated queries by a factor. The options ``query_scale`` apply to
+        rotated queries. Rotation regions and ``relative_values`` need E = D.
+
         Args:
             x: (B, H, n, D) queries, or keys.
             at: (B or 1, n) their positions.
@@ -53,7 +63,7 @@ class EncodingInterface(nn.Module):
             key: whether ``x`` are keys.
 
         Returns:
-            (B, H, n, D).
+            (B, H, n, E).
         """
         return x
 
@@ -103,6 +113,29 @@ class EncodingInterface(nn.Module):
         """
         return None
 
+    def score_product(
+        self,
+        q: Tensor,
+        k: Tensor,
+        pos: Positions,
+        features: Tensor | None,
+        padding: Tensor | None,
+        key_state: Tensor | None,
+    ) -> ScoreProduct:
+        """Return the product of queries and keys that replaces q·k.
+
+        Args:
+            q: (B, H, n, D) queries after ``rotate``, in float32 or float64.
+            k: (B, H, m, D) keys after ``rotate``, in float32 or float64.
+            pos: positions of these tokens.
+            features: (B, H, m, E) of ``token_features`` for all m tokens, or None.
+            padding: (B, m) bool, True at tokens that no query sees, or None; tokens of padding before a text have the
+                position of its first token in any case.
+            key_state: (B, H, m - n, D) keys that the m - n tokens before the queries have transformed, with
+                ``transforms_keys`` and a KV cache; None otherwise.
+        """
+        raise NotImplementedError
+
     def transform_scores_with_state(
         self, scores: Tensor, q: Tensor, pos: Positions, state: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -144,18 +177,23 @@ class EncodingInterface(nn.Module):
     @property
     def needs_all_scores(self) -> bool:
         """Whether the encoding needs all scores or attention weights of a query at once."""
-        transforms = self.transform_scores is not None or self.has_key_state
+        transforms = self.transform_scores is not None or self.key_state_width > 0
         return transforms or self.relative_values(Positions.arange(1)) is not None
 
     @property
     def has_key_state(self) -> bool:
-        """Whether queries update numbers of each key, by ``transform_scores_with_state``."""
-        return self.key_state_width > 0
+        """Whether later tokens change what the cache holds of a key: numbers of each key, or the key itself."""
+        return self.key_state_width > 0 or self.transforms_keys
+
+    @property
+    def has_score_product(self) -> bool:
+        """Whether the encoding replaces q·k, by ``score_product``."""
+        return type(self).score_product is not EncodingInterface.score_product
 
     @property
     def is_content_dependent(self) -> bool:
         """Whether attention depends on the tokens through more than q·k and the values."""
-        return self.has_content_bias or self.needs_all_scores
+        return self.has_content_bias or self.has_score_product or self.needs_all_scores
 
     @property
     def embeds(self) -> bool:

@@ -174,6 +174,8 @@ def sort_best_first(rows: Rows, highest: bool = False) -> Rows:
 
 def format_short(value: float) -> str:
     """Format a number with three digits, in at most five characters if possible: 47.5, 1234, 9.1e4."""
+    if not math.isfinite(value):
+        return str(value)
     if abs(value) >= 9999.5:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa}e{int(exponent)}"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from fairseq_rpe.figures.dot_plot import DotRow, draw_perplexity_dots, encoding_family
 from fairseq_rpe.figures.heat_maps import (
     add_colour_bar,
     colour_norm,
@@ -42,23 +44,32 @@ _MAX_ERROR_BARS = 24  # points of a curve up to which each has an error bar
 _LOG_RATIO = 4.0  # largest / smallest perplexity from which on the axis is logarithmic
 _DECADE_RATIO = 20.0  # largest / smallest perplexity up to which a logarithmic axis has more numbers
 _ENLARGE_RATIO = 2.0  # height of all curves / height of the lower ones, from which on these have their own panel
-_MAX_COLOUR_RATIO = 2.0  # perplexity / smallest perplexity of a length at the end of the colour scale
 
 
-def draw_perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_at: int, text: str = "") -> Figure:
+def draw_perplexity(
+    curves: Mapping[str, Band],
+    ratios: Mapping[str, Band],
+    trained_at: int,
+    text: str = "",
+    families: Mapping[str, str] = MappingProxyType({}),
+    intervals: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> Figure:
     """Draw perplexity per token against evaluation length.
 
     If a curve rises so far that the others become indistinguishable, a second panel shows the ratios up to the largest
-    of the others, with a ▲ where a curve leaves it.
+    of the others, with a ▲ where a curve leaves it. More than twelve methods are drawn as a dot plot
+    (:func:`~fairseq_rpe.figures.dot_plot.draw_perplexity_dots`).
 
     Args:
-        curves: label -> length -> a value for each seed; more than twelve labels are drawn as rows of a heat map.
+        curves: label -> length -> a value for each seed.
         ratios: the same, divided by the perplexity of each run at ``trained_at`` tokens.
         trained_at: training length in tokens.
         text: name of the evaluated text.
+        families: family of the encoding by label, for the dot plot; missing labels are read as specs.
+        intervals: bounds of the mean ratio at the longest length by label, for the dot plot.
     """
     if exceeds_line_limit(curves):
-        return _perplexity_map(curves, trained_at, text)
+        return _perplexity_dots(curves, ratios, trained_at, text, families, intervals)
     with_ratios = {label: points for label, points in ratios.items() if points}
     top = None  # of the enlarged panel, which needs the ratios of all curves
     if len(with_ratios) == len(curves):
@@ -90,27 +101,27 @@ def draw_perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trai
     return figure
 
 
-def _perplexity_map(curves: Mapping[str, Band], trained_at: int, text: str) -> Figure:
-    """Draw mean perplexities as numbers, coloured by their ratio to the smallest of their length, the best first."""
-    means = sort_best_first({label: seed_means(points) for label, points in curves.items()})
-    least: dict[float, float] = {}
-    for values in means.values():
-        for n, value in values.items():
-            least[n] = min(value, least.get(n, value))
-    ratios = {label: {n: value / least[n] for n, value in values.items()} for label, values in means.items()}
-    figure, (axes,) = map_panels(1, 1, len(means))
-    about = f"perplexity per token{', ' * bool(text)}{text}", seeds_caption(curves.values()).partition(";")[0]
-    scale = draw_map(
-        axes,
-        ratios,
-        colour_norm(ratios, _MAX_COLOUR_RATIO),
-        "\n".join(filter(None, about)),
-        numbers=means,
-        after=trained_at,
-    )
-    axes.set_xlabel(f"evaluation length (tokens)\ndashed: trained at {trained_at}")
-    add_colour_bar(figure, [axes], scale, "perplexity / least of the length", extend="max")
-    return figure
+def _perplexity_dots(
+    curves: Mapping[str, Band],
+    ratios: Mapping[str, Band],
+    trained_at: int,
+    text: str,
+    families: Mapping[str, str],
+    intervals: Mapping[str, tuple[float, float]],
+) -> Figure:
+    longest = max(n for points in curves.values() for n in points)
+    rows = [
+        DotRow(
+            label,
+            families.get(label) or encoding_family(label),
+            seed_means(points),
+            ratios.get(label, {}).get(longest, ()),
+            intervals.get(label),
+        )
+        for label, points in curves.items()
+    ]
+    seeds = seeds_caption(curves.values()).partition(";")[0]
+    return draw_perplexity_dots(rows, trained_at, text, seeds and f"{seeds}; small points: each seed")
 
 
 def draw_mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequence[int]) -> Figure:

@@ -28,6 +28,7 @@ from fairseq_rpe.evaluation.loading import label_checkpoints
 from fairseq_rpe.figures import biases, receptive_fields, sweep_curves
 from fairseq_rpe.figures.style import save
 from fairseq_rpe.reports import sweep_results
+from fairseq_rpe.reports.chapters import perplexity_figures
 from fairseq_rpe.reports.kind_report import kind_report
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import RunFolder
@@ -347,15 +348,19 @@ def _draw_theoretical_fields(gallery: Gallery) -> dict[str, Figure]:
 
 
 def _draw_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
-    """Draw perplexity by length, a figure for the text of the sweep and one for each further text."""
+    """Draw perplexity by length, a figure for the text of the sweep and one for each further text.
+
+    With many methods, there is a second figure with the lines of a few methods of each family.
+    """
     perplexities = sweep_results.load_perplexities(gallery.folder, gallery.record)
     figures = {}
     for text, results in {"": perplexities, **perplexities.other_texts}.items():
-        curves = {name: results.values_by_length(name) for name in results.encodings}
-        ratios = {name: results.ratios_by_length(name) for name in results.encodings}
-        if curves:
-            stem = f"ppl-{text}" if text else "ppl"
-            figures[stem] = sweep_curves.draw_perplexity(curves, ratios, results.train_length, text)
+        if results.encodings:
+            methods = {name: gallery.record.method(name) for name in results.encodings}
+            suffix = f"-{text}" if text else ""
+            figures[f"ppl{suffix}"] = perplexity_figures.draw_perplexity(methods, results, text)
+            if (extremes := perplexity_figures.draw_extremes(methods, results, text)) is not None:
+                figures[f"ppl_lines{suffix}"] = extremes
     return figures
 
 

@@ -112,10 +112,13 @@ def _attention_bytes(config: DecoderConfig, encoding: Encoding, tokens: int) -> 
     """Return the bytes that attention saves for a token, its projections' outputs included."""
     size, is_float = compute_bytes(config), compute_bytes(config) == FLOAT
     q_width, kv_width = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
-    saved = size * (2 * q_width + 2 * kv_width) + FLOAT * config.heads  # q, k, v, output and log-sum-exp
+    # q, k, v, output and log-sum-exp; values and output are as wide as rotated queries
+    saved = size * encoding.rotated_width_factor * (2 * q_width + 2 * kv_width) + FLOAT * config.heads
     if config.num_kv_heads != config.heads or (encoding.rotates and not is_float):
         saved += size * q_width  # the output projection copies the output
-    if encoding.rotates and any(True for _ in encoding.parameters()):
+    if encoding.rotated_width_factor > 1:
+        saved += FLOAT * (3 * q_width + kv_width)  # q and k before the rotation, and a product twice as wide as q
+    elif encoding.rotates and any(True for _ in encoding.parameters()):
         saved += (2 * FLOAT if is_float else 2) * (q_width + kv_width)  # a learned rotation needs its input
     if config.backend == "reference":
         saved += 2 * FLOAT * config.heads * tokens + tokens  # weights before and after masking, and the mask

@@ -39,7 +39,7 @@ logging.disable_progress_bar()
 SYMBOLS, PAD, LENGTH = 60, 1, 16
 WORDS = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(SYMBOLS - 4))]
 READERS = ["bipe:segment_delimiters=</s>+w1", "complex", "2*rope:local=8|nope"]
-SPECS = [*(spec for spec in every_spec() if spec != "bipe"), *READERS]
+SPECS = [*(spec for spec in every_spec() if spec not in ("bipe", "abacus", "coupled")), *READERS]
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
 

@@ -38,11 +38,13 @@ from fairseq_rpe.utils import files
 EXPECTED = dict.fromkeys("alibi type1 type2 window kerple_power lm_infinite streaming_llm".split(), CONVERGES)
 EXPECTED |= dict.fromkeys(
     "nope sinusoidal learned rope xpos longrope clex inv_n inv_nlnn sandwich t5_bias fire tisa tupe complex bipe "
-    "self_extend rerope leaky_rerope dual_chunk string shaw huang music transformer_xl deberta cope".split(),
+    "self_extend rerope leaky_rerope dual_chunk string shaw huang music transformer_xl deberta cope "
+    "abacus coupled".split(),
     DIVERGES,
 )
 EXPECTED |= {"floater": UNDECIDED, "dape": DEPENDS, "selective": DEPENDS, "stick_breaking": DEPENDS}
-EXPECTED |= {"grape_a": DEPENDS, "pairwise_forgetting": DEPENDS, "fope": DIVERGES}
+# path and wall have a spec with forget gates, whose bias has no bound: see test_score_products
+EXPECTED |= {"grape_a": DEPENDS, "pairwise_forgetting": DEPENDS, "fope": DIVERGES, "pope": DIVERGES}
 SLOPES = alibi_slopes(8)
 # a bound, or not one formula of the distance; the last two add no bias, and do not see every key
 FORMLESS = ("sandwich", "t5_bias", "fire", "tisa", "tupe", "floater", "lm_infinite", "streaming_llm")
@@ -59,7 +61,7 @@ def limits(head) -> float:
 
 @pytest.mark.parametrize("variants", [slice(1), pytest.param(slice(1, None), marks=pytest.mark.release)])
 def test_every_registered_encoding_has_a_verdict(variants):
-    assert set(EXPECTED) | {"kerple_log", "forgetting"} == set(SPECS)
+    assert set(EXPECTED) | {"kerple_log", "forgetting", "path", "wall"} == set(SPECS)
     for name, spec in ((name, spec) for name, specs in SPECS.items() for spec in specs[variants]):
         heads = verdict(spec)
         assert len(heads) == 8

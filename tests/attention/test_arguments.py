@@ -220,7 +220,6 @@ def test_what_attend_refuses(given, parts):
 
 
 OTHERS = [
-    (lambda: choose_backend("triton", [made("shaw")]), "Shaw adds a bias"),
     (
         lambda: choose_backend("triton", [made("cope")]),
         "Cope needs all scores of a query, which backend 'triton' never",

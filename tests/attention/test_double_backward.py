@@ -123,6 +123,8 @@ def test_under_activation_checkpointing(spec):
     [
         ("kerple_log:local=5", 9, 1),
         ("alibi:softcap=2,null_logit=learned", 9, 1),
+        ("forgetting", 17, 1),
+        ("deberta:max_distance=3", 9, 1),
         pytest.param("fire", 17, 2, marks=pytest.mark.release),
     ],
 )

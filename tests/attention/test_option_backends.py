@@ -50,11 +50,13 @@ TRITON_CALLS = [
     ("alibi:block=17,softcap=3,null_logit=learned", 5, 40, 1),
     ("fire:softcap=2,null_logit=zero", 9, 20, 2),
     ("nope:null_logit=learned", 1, 20, 2),
+    ("pope:local=6,softcap=2,query_scale=head", 5, 20, 2),  # queries and keys twice as wide as values
 ]
 FLEX_CALLS = [
     ("alibi:local=150", 391, 391, 4),
     ("rope:block=140,softcap=2", 291, 291, 2),
     ("deberta:softcap=1,null_logit=zero", 13, 13, 2),
+    ("pope:local=6,softcap=2,null_logit=learned", 5, 20, 2),  # queries and keys twice as wide as values
     ("kerple_log:local=140,softcap=2,null_logit=learned,query_scale=head", 5, 290, 2),
 ]
 

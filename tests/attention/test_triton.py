@@ -312,7 +312,7 @@ def test_whole_model(task, spec):
 
 # Compiled for a GPU that need not be there: the interpreter accepts more than the compiler does
 
-KERNELS = {"forward", "query_gradient", "key_gradient", "diagonal_sums", "walked_sums"}
+KERNELS = {"forward", "query_gradient", "key_gradient", "diagonal_sums", "walked_sums", "content_sums"}
 ONE_KERNEL_AND_BLOCK_SIZES = """
 import runpy, sys
 sys.path.insert(0, "benchmarks")
@@ -348,7 +348,8 @@ def test_a_kernel_fits_its_registers_and_block_sizes_are_measured_once_per_class
 def test_kernels_compile_and_fit_their_registers(tmp_path):
     _, *lines = without_interpreter(tmp_path, "benchmarks/kernel_registers.py", "--few")
     assert {line.split()[0] for line in lines} == KERNELS
-    assert {line.split()[1] for line in lines} == {"none", "table", "positions", "line", "curve"}
+    content = {"tokens", "tokens+by_query", "by_query+by_key"}
+    assert {line.split()[1] for line in lines} == {"none", "table", "positions", "line", "curve", *content}
     for line in lines:
         registers, spilled, shared = map(int, line.split(": ")[1:])
         assert 0 < registers <= 255 and shared <= 99 * 1024, line

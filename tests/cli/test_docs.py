@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fairseq_rpe import attend, encodings
+from fairseq_rpe.encodings.base import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -115,10 +116,44 @@ def test_a_stale_table_is_named_and_written_again(tables, tmp_path, monkeypatch,
     assert "`gone`" not in text and "`alibi`" in text and text.endswith("<!-- end -->\n\nafter\n")
 
 
+def family_rows(tables: ModuleType) -> dict[str, list[list[str]]]:
+    """The cells of the encodings of each family in docs/encodings.md, by the name of the block."""
+    page = (ROOT / "docs/encodings.md").read_text(encoding="utf-8")
+    blocks = {name: text for _, name, text, _ in tables.BLOCK.findall(page) if name.startswith("family-")}
+    rows = {
+        name: re.findall(r"^\| (`.*?) \|$", text.split("| option |")[0], re.MULTILINE) for name, text in blocks.items()
+    }
+    return {name: [re.split(r" ?(?<!\\)\| ?", row) for row in family] for name, family in rows.items()}
+
+
+def test_every_encoding_is_in_the_section_of_its_family(tables):
+    sections = family_rows(tables)
+    assert list(sections) == [f"family-{tables.family_anchor(family)}" for family in FAMILIES]
+    listed = {row[0].strip("`"): name for name, rows in sections.items() for row in rows}
+    registry = encodings.base.registry
+    expected = {entry.name: registry.get(entry.name).family for entry in tables.package_entries(registry)}
+    assert listed == {name: f"family-{tables.family_anchor(family)}" for name, family in expected.items()}
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs/encodings.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [heading for heading in headings if heading in map(tables.family_title, FAMILIES)] == [
+        tables.family_title(family) for family in FAMILIES
+    ]
+
+
+def test_columns_of_encodings_are_those_of_the_registry(tables):
+    cells = {row[0].strip("`"): row for rows in family_rows(tables).values() for row in rows}
+    learned, needs = ({name: row[column] for name, row in cells.items()} for column in (4, 5))
+    assert (learned["alibi"], needs["alibi"]) == ("none", "")
+    assert learned["kerple_log"] == "16 shared"  # two numbers per head
+    assert learned["cope"] == "4,096 per layer" and learned["complex"] == "256 per word shared (always)"
+    # a start per layer and a shared equation
+    assert learned["floater"] == f"{3 * 512:,} per layer, {2 * (512 * 513 + 512):,} shared"
+    assert needs["bipe"] == "token ids, no position transform" and needs["clex"] == "the length of the row"
+    assert needs["selective"] == "all scores of a query, a state of each key"
+    assert cells["tisa"][3] == "Translation-invariant self-attention." and "arXiv 2106.01950" in cells["tisa"][6]
+
+
 def test_the_column_of_sums_is_what_is_proved(tables):
-    blocks = [block for path in tables.pages() for block in tables.BLOCK.findall(path.read_text(encoding="utf-8"))]
-    [table] = [text for _, name, text, _ in blocks if name == "encodings"]
-    said = {row.split("`")[1]: row.split(" | ")[2] for row in table.splitlines()[2:]}
+    said = {row[0].strip("`"): row[2] for rows in family_rows(tables).values() for row in rows}
     assert said["alibi"] == "converges" and said["inv_n"] == "diverges" and said["kerple_log"] == "iff p > 1"
     for spec, found in (("kerple_log:p=1.001", "converges"), ("kerple_log:p=1", "diverges")):
         assert {head.decision for head in tables.verdict(spec, 2)} == {found}

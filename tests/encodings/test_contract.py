@@ -66,7 +66,17 @@ ANGLES = ("angles(self, at, pos)", "return at[..., None] * torch.ones(self.rotat
 ALL_PAIRS = "RotationRegion(pos.q, pos.k, lambda i, j: i >= j, lambda low, high: (0 * low, high))"
 LEARNS = hook("DistanceBias", "setup(self)", "self.a = torch.nn.Parameter(torch.ones(self.heads, 1))")
 
+PRODUCT = "score_product(self, q, k, pos, features, padding, key_state)"
+
+
+def product(*lines: str) -> str:
+    """An encoding whose product of queries and keys is computed by a class of these lines."""
+    made = [f"    {line}" for line in ("class Product(ScoreProduct):", *(f"    {line}" for line in lines))]
+    return hook("Encoding", PRODUCT, *(line[4:] for line in made), "return Product()")
+
+
 FINE = {
+    "product": product("def products(self):", "    return q @ k.mT / 2"),
     "distance": bias("return -d.log1p().expand(self.heads, -1)"),
     "window": hook("DistanceBias", "head_bias(self, d)", "return (d * 0).masked_fill(d > 5, -math.inf)"),
     "pair": hook("PairwiseBias", "bias(self, i, j)", "return " + FUTURE.replace("sqrt", "abs")),
@@ -183,6 +193,30 @@ WRONG = {
         "Rotary", *ANGLES
     )
     + method("rotation_regions(self, pos)", f"2 * ({ALL_PAIRS},)"),
+    ("Mine.score_product returned (2, 4, 11, 11), expected a ScoreProduct", 3): hook(
+        "Encoding", PRODUCT, "return q @ k.mT"
+    ),
+    ("Mine.score_product gives other products after prepare_blocks: ", 3): product(
+        "def __init__(self, scale=1.0):",
+        "    self.scale = scale",
+        "def products(self):",
+        "    return self.scale * q @ k.mT",
+        "def prepare_blocks(self):",
+        "    return Product(2.0)",
+    ),
+    ("Mine.score_product gives queries after transformed keys other values than one pass", 4): own(
+        "Encoding", "transforms_keys = True"
+    )
+    + "    "
+    + product(
+        "def products(self):",
+        "    return q @ (k if key_state is None else torch.cat([key_state, k[:, :, key_state.shape[2] :]], 2)).mT",
+        "def key_state(self):",
+        "    return 2 * k",
+    )
+    .split("\n", 1)[1]
+    .strip()
+    + "\n",
     ("Mine.transform_scores_with_state returned (2, 4, 11, 11), expected scores and state: ", 4): own(
         "Encoding", "key_state_width = 1"
     )

@@ -147,10 +147,12 @@ def test_bfloat16(spec):
 
 
 def test_triton_refuses_gates():
+    pytest.importorskip("triton", reason="needs the package triton")
     q, k, v = vectors(1, 2, 6, 4)
     for spec in EACH[:4]:
-        with refused("adds a bias that depends on the tokens, and backend 'triton' has none: use 'sdpa' or 'auto'"):
-            attend(q, k, v, build(spec, 2, 8), backend="triton")
+        encoding = build(spec, 2, 8)
+        with refused("one of each, and this bias has other terms: use 'sdpa'"):
+            attend(q, k, v, encoding, backend="triton", features=encoding.token_features(torch.zeros(1, 6, 8)))
 
 
 @torch.no_grad()

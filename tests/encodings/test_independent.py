@@ -1,8 +1,9 @@
-"""Against implementations by others, where they are installed (pip install transformers x-transformers)."""
+"""Against implementations by others, where they are installed (pip install transformers x-transformers fla-core)."""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -150,3 +151,25 @@ def test_selective_attention_of_x_transformers():
     scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(17, 17, dtype=torch.bool).triu(1), float("-inf"))
     got, _ = ours.transform_scores_with_state(scores, q, pos, torch.zeros(2, 1, 17, 1))
     torch.testing.assert_close(got, theirs(scores), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("gate", ["none", "forget"])
+def test_path_attention_of_fla(gate):
+    package = importlib.util.find_spec("fla")
+    if package is None:
+        pytest.skip("fla-core is not installed")
+    # the package itself needs Triton, and this file does not
+    file = Path(next(iter(package.submodule_search_locations))) / "ops/path_attn/naive.py"
+    spec = importlib.util.spec_from_file_location("naive_path_attn", file)
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    ours = build(f"path:conv=0,rank=0,gate={gate}" + (",scaled_gate=true" if gate == "forget" else ""), 3, 24)
+    q, k, v, x = *torch.randn(3, 2, 3, 70, 8), torch.randn(2, 70, 24)
+    with torch.no_grad():
+        features = ours.token_features(x)  # (2, 3, 70, 9 or 10)
+        w = torch.nn.functional.normalize(features[..., :8], dim=-1)
+        beta = 2 * features[..., 8].sigmoid()
+        log_gate = torch.nn.functional.logsigmoid(features[..., 9]) if gate == "forget" else torch.zeros(2, 3, 70)
+        tensors = [t.transpose(1, 2) for t in (q, k, v, w, beta, log_gate)]
+        expected = theirs.naive_path_attn(*tensors, scale=8**-0.5, chunk_size=16).transpose(1, 2)
+        torch.testing.assert_close(attend(q, k, v, ours, features=features), expected, rtol=1e-4, atol=1e-5)

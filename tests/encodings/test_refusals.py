@@ -50,7 +50,7 @@ LIMITS = {
     "wants numbers as in 1.1.5.3.4, or one of pi, ntk, yarn, not": "longrope:factors=1+much  longrope:factors=nan",
 }
 OTHERS = {
-    "typ1": "unknown encoding 'typ1' .did you mean 'type1'.*known: alibi, .*--rpe-module",
+    "typ1": "unknown encoding 'typ1' .did you mean 'type1'.*known: abacus, alibi, .*--rpe-module",
     "sandwich:dim=7": "must be even",
     "t5_bias:max_distance=16": "more than buckets/2 = 16",
     "t5_bias:variant=clipped,max_distance=64": r"clipped.*ends at distance buckets-1 = 31.*max_distance=64",

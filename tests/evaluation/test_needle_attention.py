@@ -200,7 +200,8 @@ def needle_data() -> AlgorithmDataset:
 
 
 @pytest.mark.parametrize(
-    "rpe", [*sorted(SPECS.keys() - {"bipe"}), "bipe:segment_delimiters=</s>", "rope:null_logit=learned"]
+    "rpe",
+    [*sorted(SPECS.keys() - {"bipe", "abacus", "coupled"}), "bipe:segment_delimiters=</s>", "rope:null_logit=learned"],
 )
 def test_every_encoding_can_be_measured(task, needle_data, rpe):
     """A sweep measures the attention of every method that it evaluates."""

@@ -337,8 +337,8 @@ def test_command_on_all_encodings(tmp_path, monkeypatch, saved):
     output = run_here("figures", "--out", tmp_path, "--length", "48", "--heads", "2", "--head", "2").stdout
     assert saved == named("heat_maps", "profiles", "profiles_compared", "trf")
     assert "not drawn, perplexity: needs --sweep" in output and str(tmp_path / "heat_maps.png") in output
-    none = {"nope", "sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "fope", "bipe"}
-    none |= {"complex", "floater"}
+    none = {"nope", "sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "fope", "pope", "bipe"}
+    none |= {"complex", "floater", "abacus", "coupled"}
     # every built-in encoding with a bias
     assert {name.partition(":")[0] for name in shown[0]} == set(SPECS) - none - {*REGION_ROPES, *CONTENT}
     assert all(profile.shape == (2, 48) for profile in shown[0].values())

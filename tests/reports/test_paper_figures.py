@@ -148,19 +148,15 @@ def test_an_encoding_looks_the_same_in_every_figure_and_print_is_legible():
     assert seen == set(names)
 
 
-def test_the_cells_of_a_heat_map_are_the_means_and_the_lowest_perplexity_is_first():
-    ppl = curves(reversed(MANY))
-    figure = sweep_curves.draw_perplexity(ppl, {name: {} for name in ppl}, 64)
+def test_the_cells_of_a_heat_map_are_the_means_and_the_lowest_loss_is_first():
+    losses = {name: {n: 9.0 - k / 9 + n / 99 for n in (0, 1, 3)} for k, name in enumerate(MANY)}
+    figure = sweep_curves.draw_loss_by_position(losses)
     axes = figure.axes[0]
-    assert rows_of(figure) == list(ppl)
+    assert rows_of(figure) == list(reversed(MANY))
     cells = {(round(t.get_position()[1]), round(t.get_position()[0])): t.get_text() for t in axes.texts}
     for row, name in enumerate(rows_of(figure)):
-        means = [sum(ppl[name][n]) / 2 for n in LENGTHS]
-        assert [cells[row, column] for column in range(3)] == [f"{mean:.1f}" for mean in means]
-        ratios = [mean / min(sum(own[n]) / 2 for own in ppl.values()) for mean, n in zip(means, LENGTHS, strict=True)]
-        assert axes.images[0].get_array()[row].tolist() == pytest.approx(ratios)
-    [training] = [line for line in axes.lines if line.get_label() == "_training"]
-    assert list(training.get_xdata()) == [0.5, 0.5]
+        assert [cells[row, column] for column in range(3)] == [f"{loss:.2f}" for loss in losses[name].values()]
+        assert axes.images[0].get_array()[row].tolist() == pytest.approx(list(losses[name].values()))
 
 
 def test_what_is_not_known_is_grey_and_other_places_are_interpolated():
@@ -222,8 +218,11 @@ def test_more_than_twelve_methods_have_rows_that_fit():
                 check_fits(figure, "column", what)
             if what == "models":  # bars with a row each
                 continue
-            assert not lines_of(figure, MANY) and not figure.legends, what
-            shown = rows_of(figure)
+            if what == "perplexity":  # a dot plot
+                shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+            else:
+                assert not lines_of(figure, MANY) and not figure.legends, what
+                shown = rows_of(figure)
             assert {row.partition(",")[0] for row in shown} == set(MANY) and len(shown) == len(MANY), what
 
 

@@ -26,7 +26,7 @@ from fairseq_rpe.runs.model_config import trained_decoder
 from fairseq_rpe.runs.settings import make_plan
 from fairseq_rpe.runs.training_config import TrainingConfig
 
-SYMBOLS = ["<s>", "<pad>", "</s>", "<unk>", ".", *(f"w{number}" for number in range(56))]
+SYMBOLS = ["<s>", "<pad>", "</s>", "<unk>", *".+=1", *(f"w{number}" for number in range(53))]
 SIZES = {"vocabulary": 61, "padding_idx": 1, "layers": 3, "width": 32, "heads": 4, "ffn_width": 48}
 WIDTHS = {"input_width": 16, "output_width": 24}
 NORMFORMER = {"scale_attention": True, "scale_heads": True, "scale_ffn": True, "scale_residual": True}
@@ -176,8 +176,10 @@ def test_memory_is_within_15_percent_of_the_measured_peak(arch, tokens, rows, vo
 
 
 def test_activations_of_dropout_key_heads_and_gelu_are_those_that_the_backward_pass_saves():
-    for settings in ({"dropout": 0.1, "activation_fn": "gelu"}, {"block": "llama", "kv_heads": 2, "qk_norm": "head"}):
-        step = TrainingStep("tiny", 160, 4, 96, "rope", **settings)
+    key_heads = {"block": "llama", "kv_heads": 2, "qk_norm": "head"}
+    dropout = {"dropout": 0.1, "activation_fn": "gelu"}
+    for rpe, settings in (("rope", dropout), ("rope", key_heads), ("pope", key_heads)):
+        step = TrainingStep("tiny", 160, 4, 96, rpe, **settings)
         weights = {p.untyped_storage().data_ptr() for p in step.model.parameters()}
         saved = {}
 

@@ -26,7 +26,8 @@ LOADED = {name: recipes.load(name) for name in BUILT_IN}
 DRAWN = ["fire-lm-512", "fire-lm-large", "fire-lm-transfer"]  # their papers have figures, and no numbers
 WARPED = ["warping-algorithmic", "warping-lm"]
 EXTEND = [name for name in BUILT_IN if name.partition("-")[0] == "extend"]  # their papers stretch LLaMA
-OWN = ["hybrids", "hybrids-passkey", "passkey", "retrieval", "ruler", "survey-encodings"]  # at settings of this project
+# at settings of this project
+OWN = ["addition", "hybrids", "hybrids-passkey", "passkey", "retrieval", "ruler", "survey-encodings"]
 UNPRINTED = ["warping-copy", *EXTEND, *OWN]  # a figure, of which no values are printed; or none of such models
 # a large model on several corpora, or tables of corpora and lengths, which no small corpus can show
 PAPER_ONLY = ["fire-lm-transfer", *(name for name in BUILT_IN if name.startswith("survey-") and name not in OWN)]

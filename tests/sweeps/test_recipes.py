@@ -352,3 +352,15 @@ def test_misspelt_specs_of_a_recipe_are_refused_before_training(tmp_path):
         for launcher in LAUNCHERS:
             said = refused("--recipe", path, "--out", tmp_path / "x", *launcher)
             assert words in said and "method 'first'" in said and not (tmp_path / "x" / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["passkey", "ruler"])
+def test_newer_methods_of_retrieval_are_selected_by_name_alone(name):
+    """A default sweep does not become longer; a name has the same encoding as in the recipe of the survey."""
+    recipe, survey = recipes.load(name), recipes.load("survey-encodings")
+    newer = {"forgetting-5", "stick_breaking", "rope-selective", "dape-v2", "grape_a", "path", "path-forget", "wall"}
+    for preset in recipe.presets.values():
+        assert preset.methods and not set(preset.methods) & (newer | {"pope"})
+    specs = {method.name: method.rpe for method in survey.methods}
+    chosen = recipe.select_methods((*sorted(newer), "pope"))
+    assert all(method.rpe == specs.get(method.name, "pope") for method in chosen)

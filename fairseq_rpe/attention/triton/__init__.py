@@ -1,4 +1,4 @@
-"""Attention with Triton kernels for Toeplitz and scaled-distance biases, with their gradients, in O(n) memory.
+"""Attention with Triton kernels for biases of positions and biases that depend on the tokens, with their gradients.
 
 Importing this module needs torch alone; the first call imports the package triton.
 """
@@ -10,9 +10,12 @@ import os
 import torch
 from torch import Tensor
 
-from fairseq_rpe.attention.key_heads import attend_by_key_head
+from fairseq_rpe.attention.content_bias import attend_in_blocks
+from fairseq_rpe.attention.key_heads import attend_by_key_head, repeat_key_heads
 from fairseq_rpe.attention.plan import AttentionPlan, is_evenly_spaced
 from fairseq_rpe.attention.prune import check_pruning
+from fairseq_rpe.attention.triton.content_terms import MAX_KEY_COLUMNS, has_even_tables, needs_blocks, separate_terms
+from fairseq_rpe.attention.value_width import attend_with_padded_values, has_narrow_values
 from fairseq_rpe.core.bias import ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.window_bias import WindowedScaledDistanceBias
@@ -21,7 +24,12 @@ HEAD_WIDTHS = range(32, 257, 8)  # narrower heads leave tensor cores idle, wider
 
 
 def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
-    """Compute what :func:`~fairseq_rpe.attention.reference.reference` does, for these two types of bias or none.
+    """Compute what :func:`~fairseq_rpe.attention.reference.reference` does, for the types of bias that kernels have.
+
+    These are tables by distance, scaled distances (FIRE), numbers per token (TokenBias), products of queries or keys
+    with vectors of their distance (QueryTableBias, KeyTableBias), and sums of all of these but scaled distances. Memory
+    is O(n), or O(n·R) for a table of R vectors: the products of each token with all vectors are stored. If those of the
+    queries are too many, attention is computed in blocks of queries, and again in the backward pass.
 
     Products, softmax and sums are float32. The output of queries that are padding is meaningless, as are their
     positions. Pruning uses the bound of the sdpa backend; padded rows, irregular positions and incremental decoding
@@ -30,7 +38,7 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
     Args:
         q: (B, H, n, D), D a multiple of 8 from 32 to 256; the queries are the last n of the m tokens.
         k: (B, G, m, D), in q's dtype. G divides H, and query head h reads key head h // (H / G).
-        v: (B, G, m, D), in q's dtype.
+        v: (B, G, m, D), in q's dtype; it may be narrower than q and k, and so is then the output.
         plan: positions, bias, visibility, softcap, null logit and pruning of the n queries and m keys.
         dropout: must be 0.
 
@@ -43,6 +51,8 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
     """
     if reason := refusal_reason(q, k, v, plan, dropout):
         raise UserError(reason)
+    if has_narrow_values(q, v):
+        return attend_with_padded_values(triton, q, k, v, plan, dropout)
     # not at the top of the file: autograd imports the package triton, which is optional
     from fairseq_rpe.attention.triton.autograd import attend
 
@@ -51,6 +61,11 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
         assert isinstance(plan.bias, ToeplitzBias)  # checked
         if plan.padding is None and q.shape[2] == k.shape[2] and is_evenly_spaced(plan.bias, plan.positions):
             return attend_by_key_head(_attend_pruned, q, k, v, plan, dropout)
+    terms = separate_terms(plan.bias)
+    assert terms is not None  # checked
+    if needs_blocks(terms, len(q), q.shape[2], k.shape[2]):
+        k, v = (repeat_key_heads(x, q.shape[1]) for x in (k, v))
+        return attend_in_blocks(q, k, v, plan, 0.0, 0, lambda q, k, v, block, keep: attend(q, k, v, block))
     return attend(q, k, v, plan)
 
 
@@ -84,6 +99,14 @@ def refusal_reason(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout
             return (
                 "backend 'triton' has no deterministic gradient of a learned table at irregular positions: use 'sdpa'"
             )
+    terms = separate_terms(bias)
+    if terms is not None and terms.tables and not has_even_tables(terms, plan.positions):
+        return "backend 'triton' takes vectors of distances at evenly spaced positions only: use 'sdpa'"
+    if terms is not None and plan.null_logit is not None and needs_blocks(terms, len(q), q.shape[2], k.shape[2]):
+        return (
+            "backend 'triton' computes so many products of queries and vectors in blocks, without a null logit: use "
+            "'sdpa', or a smaller batch"
+        )
     return None
 
 
@@ -104,8 +127,19 @@ def unsupported_reason(plan: AttentionPlan) -> str | None:
         return "backend 'triton' rotates all pairs alike, which this encoding does not: use 'sdpa'"
     if isinstance(plan.bias, WindowedScaledDistanceBias):
         return "backend 'triton' has no window for a curve of straight pieces, such as fire's: use 'sdpa', or no window"
-    if plan.bias is not None and not isinstance(plan.bias, (ToeplitzBias, ScaledDistanceBias)):
+    terms = separate_terms(plan.bias)
+    if terms is None:
+        return (
+            "backend 'triton' adds numbers of tokens and products of queries or keys with vectors of distances, one of "
+            "each, and this bias has other terms: use 'sdpa'"
+        )
+    if terms.position is not None and not isinstance(terms.position, (ToeplitzBias, ScaledDistanceBias)):
         return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
+    if terms.by_key is not None and terms.by_key.num_columns > MAX_KEY_COLUMNS:
+        return (
+            f"backend 'triton' stores what a key reads from a table of at most {MAX_KEY_COLUMNS:,} distances, and this "
+            f"one has {terms.by_key.num_columns:,}: use 'sdpa'"
+        )
     return None
 
 

@@ -19,13 +19,21 @@ from fairseq_rpe.attention.prune import BLOCK, block_bias_bounds, first_kept_key
 from fairseq_rpe.attention.scaled_distance_bias import dense_scaled_distance_bias, visible_pieces
 from fairseq_rpe.attention.toeplitz_attention import LOG2E
 from fairseq_rpe.attention.triton.bias_gradient import bias_gradients
+from fairseq_rpe.attention.triton.content_gradient import (
+    content_arguments,
+    content_flags,
+    content_gradients,
+    content_names,
+    dense_content_bias,
+)
+from fairseq_rpe.attention.triton.content_terms import content_tensors, separate_terms
 from fairseq_rpe.attention.triton.tiles import CURVE, DISTANCE, MOST_APART, NONE, POSITIONS, TABLE_MARGIN
 from fairseq_rpe.attention.triton.tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
 from fairseq_rpe.core.bias import ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.score_mod import column_offsets
 
-# BIAS of the kernels by the number of a bias's tensors, which TritonAttention lists; to CURVE the steps of the binary
-# search are added
+# BIAS of the kernels by the number of tensors of a bias of positions, which TritonAttention lists; to CURVE the steps
+# of the binary search are added
 _BIAS_BY_COUNT = {0: NONE.value, 1: DISTANCE.value, 3: POSITIONS.value, 6: CURVE.value}
 
 
@@ -38,7 +46,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         v: (B, G, m, D).
         plan: plan without pruning that ``triton.refusal_reason`` does not refuse.
     """
-    bias, m = plan.bias, k.shape[2]
+    terms, m = separate_terms(plan.bias), k.shape[2]
+    assert terms is not None  # checked
+    bias, content = terms.position, content_tensors(terms, plan, len(q), m)
     tensors: tuple[Tensor, ...] = ()
     if isinstance(bias, ScaledDistanceBias):
         pieces = visible_pieces(bias, plan)
@@ -53,9 +63,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         until=None if until is None else until.expand(len(q), -1).contiguous(),
         window=None if plan.window is None or plan.window >= m else plan.window,
         softcap=plan.softcap,
+        content=content_flags(content),
     )
     # copies are made outside of the function, so that second derivatives reach the originals
-    out: Tensor = TritonAttention.apply(*_arrange_memory(q, k, v), plan.null_logit, options, *tensors)
+    out: Tensor = TritonAttention.apply(
+        *_arrange_memory(q, k, v), plan.null_logit, options, *content.values(), *tensors
+    )
     return out
 
 
@@ -101,18 +114,21 @@ class Options(NamedTuple):
         until: (B, m) int32, the last query that sees each key, -1 at padding, or None if the row's last query sees all.
         window: no query sees a key that is this number of tokens or more before it; None: unknown. The bias hides them.
         softcap: c of c·tanh(s/c), which replaces the content logits s; 0: none.
+        content: CONTENT of the kernels, which terms of the bias depend on the tokens.
     """
 
     until: Tensor | None = None
     window: int | None = None
     softcap: float = 0.0
+    content: int = 0
 
 
 class TritonAttention(torch.autograd.Function):
     """Computes softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
 
     Inputs are q (B, H, n, D), k and v (B, G, m, D) as :func:`_arrange_memory` returns them; the logits (H,) of a key
-    with value 0, or None; :class:`Options`; and the tensors of the bias, one of these combinations:
+    with value 0, or None; :class:`Options`; the tensors that ``content_gradient.content_names`` lists; and the tensors
+    of the bias of positions, one of these combinations:
 
     - no tensor: no bias;
     - table (H, R) by distance in tokens;
@@ -177,13 +193,21 @@ class TritonAttention(torch.autograd.Function):
         factor = q.shape[-1] ** -0.5
         # the first kernel writes delta, which the others read
         launch(QUERY_GRADIENT, q.shape[2], "BLOCK_M", shared, out=out, low=low, dq=dq, factor=factor)
-        launch(KEY_GRADIENT, k.shape[2], "BLOCK_N", shared, dk=dk, dv=dv, factor=factor)
+        bias_needs = ctx.needs_input_grad[5:]
+        count = len(content_names(ctx.options.content))
+        key_sums = None
+        if any(bias_needs[:count]):
+            key_sums = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
+        launch(KEY_GRADIENT, k.shape[2], "BLOCK_N", shared, dk=dk, dv=dv, key_sums=key_sums, factor=factor)
         null_grads: tuple[Tensor, ...] = ()
+        query_sums = torch.zeros_like(delta)  # of dS over the keys
         if null_logit is not None:
-            # dS = P (dP - delta) of a key with value 0, whose dP is 0
-            weights = torch.exp2(shared["null"][:, None] - lse)  # (B, H, n)
-            null_grads = (-(weights * delta).sum((0, 2)).to(null_logit.dtype),)
-        return dq, dk, dv, *null_grads, *bias_gradients(shared, ctx.needs_input_grad[5:], tensors)
+            # dS = P (dP - delta) of a key with value 0, whose dP is 0; with it, the dS of a query sum to 0
+            query_sums = torch.exp2(shared["null"][:, None] - lse) * delta  # (B, H, n)
+            null_grads = (-query_sums.sum((0, 2)).to(null_logit.dtype),)
+        content_grads = content_gradients(shared, bias_needs[:count], tensors[:count], query_sums, key_sums)
+        position_grads = bias_gradients(shared, bias_needs[count:], tensors[count:])
+        return dq, dk, dv, *null_grads, *content_grads, *position_grads
 
 
 def _dense_attention(
@@ -191,14 +215,16 @@ def _dense_attention(
 ) -> Tensor:
     """Compute the output by differentiable operations, in O(n·m) memory."""
     k, v = (repeat_key_heads(x, q.shape[1]) for x in (k, v))
-    bias, empty = _dense_bias(q, k, options.until, *tensors)
+    bias, empty = _dense_bias(q, k, options, *tensors)
     out = dense_attention(q, k, v, bias, softcap=options.softcap, null_logit=null_logit)
     return out.masked_fill(empty, 0.0)
 
 
-def _dense_bias(q: Tensor, k: Tensor, until: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def _dense_bias(q: Tensor, k: Tensor, options: Options, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Return the dense bias, -inf at hidden keys, and (B or 1, 1, n, 1) bool, True at queries that see no key."""
-    n, m = q.shape[2], k.shape[2]
+    n, m, until = q.shape[2], k.shape[2], options.until
+    count = len(content_names(options.content))
+    content, tensors = tensors[:count], tensors[count:]
     hidden = causal_bias(n, m, q)[None, None]  # (1, 1, n, m)
     if until is not None:
         query = torch.arange(m - n, m, device=q.device)[:, None]  # (n, 1), among the m tokens
@@ -215,6 +241,8 @@ def _dense_bias(q: Tensor, k: Tensor, until: Tensor | None, *tensors: Tensor) ->
         table, at_q, at_k = tensors if kind == POSITIONS.value else (tensors[0], index[:, m - n :], index)
         column = (at_q[:, :, None] - at_k[:, None]).long().clamp(0, table.shape[1] - 1)  # (B or 1, n, m)
         bias = table[:, column].transpose(0, 1)  # (B or 1, H, n, m)
+    if content:
+        bias = bias + dense_content_bias(n, m, options.content, content)
     return bias + hidden, empty
 
 
@@ -248,11 +276,11 @@ def arguments(
         k: (B, G, m, D), likewise.
         v: (B, G, m, D), likewise.
         null_logit: (H,) logits of a key with value 0, or None.
-        options: visibility and softcap.
+        options: visibility, softcap and which terms of the bias depend on the tokens.
         tensors: tensors of the bias, in one of the combinations that :class:`TritonAttention` lists.
     """
-    width, until = q.shape[3], options.until
-    bias, table, at_q, at_k = _bias_arguments(tensors)
+    width, until, count = q.shape[3], options.until, len(content_names(options.content))
+    bias, table, at_q, at_k = _bias_arguments(tensors[count:])
     tensor_args = {"q": q, "k": k, "v": v, "table": table, "at_q": at_q, "at_k": at_k, "until": until}
     args: dict[str, Any] = {name: q if x is None else x for name, x in tensor_args.items()}
     args |= zip(("q_b", "q_h", "q_n", "k_b", "k_h", "k_n"), (*q.stride()[:3], *k.stride()[:3]), strict=True)
@@ -263,6 +291,7 @@ def arguments(
     args |= {"null": None if null_logit is None else (null_logit.float() * LOG2E).contiguous()}
     args |= {"window": options.window, "cap": options.softcap * LOG2E, "scale": width**-0.5 * LOG2E}
     args |= {"WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length(), "GROUP": q.shape[1] // k.shape[1]}
+    args |= content_arguments(q, options.content, tensors[:count])
     return args | {"BIAS": bias, "PADDED": until is not None, "CAPPED": options.softcap > 0}
 
 

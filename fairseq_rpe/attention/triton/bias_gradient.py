@@ -27,6 +27,7 @@ from fairseq_rpe.attention.triton.tiles import (
     LENGTHS,
     MIDPOINT,
     POSITIONS,
+    content_of_head,
     curve_bias,
     load_query_rows,
     query_indices,
@@ -35,11 +36,12 @@ from fairseq_rpe.attention.triton.tiles import (
 from fairseq_rpe.attention.triton.tuning import run
 
 
-@triton.jit(do_not_specialize=LENGTHS[:3])
+@triton.jit(do_not_specialize=LENGTHS[:5])
 def diagonal_sums(
     q, k, v, grad, lse, delta, sums, table, at_q, at_k, until,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, n, m, columns, scale, cap,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    query_terms, key_terms, query_table, key_table, query_columns, key_columns,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr,
     CAPPED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Sum dS by distance, or for a scaled-distance bias the gradient of far in base 2.
@@ -54,17 +56,21 @@ def diagonal_sums(
     queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
     key_offset = batch * k_b + head // GROUP * k_h
     keys, values = k + key_offset, v + key_offset
-    per_row = (batch * tl.num_programs(1) + head) * n
+    per_head = batch * tl.num_programs(1) + head
+    per_row = per_head * n
     table_row = table + head * columns
     head_args = (table_row, at_k, until + batch * m, columns, scale, cap)
+    content = content_of_head(
+        query_terms, key_terms, query_table, key_table, per_head, n, m, query_columns, key_columns
+    )  # fmt: skip
     tile = tl.zeros([SIZE, SIZE], dtype=tl.float32)
     for first in range(tl.maximum(gap - (m - n), 0) // SIZE * SIZE, n, SIZE):
         at, at_q_block = query_indices(first, rows, at_q + batch * at_q_b, n, m, BIAS)
         start = first + (m - n) - gap
         block = load_query_rows(queries, grads, lse + per_row, delta + per_row, first, rows, q_n, n, WIDTH, BLOCK_D)
         ds, _, _ = score_gradients(
-            block, gap, at, at_q_block, start, rows, keys, values, k_n, m, head_args,
-            WIDTH, BLOCK_D, BIAS, PADDED, True, CAPPED,
+            block, gap, at, at_q_block, start, rows, keys, values, k_n, m, head_args, content,
+            WIDTH, BLOCK_D, BIAS, CONTENT, PADDED, True, CAPPED,
         )  # fmt: skip
         if BIAS >= CURVE:
             i, j = at[:, None], (start + rows)[None, :]
@@ -75,16 +81,17 @@ def diagonal_sums(
             ds *= slope * at_q_block[:, None]
         tile += ds
     diagonal = rows[:, None] - rows[None, :] + SIZE
-    at_sum = sums + ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + t) * (2 * SIZE)
+    at_sum = sums + (per_head * tl.num_programs(0) + t) * (2 * SIZE)
     for x in range(0, 2 * SIZE):
         tl.store(at_sum + x, tl.sum(tl.where(diagonal == x, tile, 0.0)))
 
 
-@triton.jit(do_not_specialize=LENGTHS[:3])
+@triton.jit(do_not_specialize=LENGTHS[:5])
 def walked_sums(
     q, k, v, grad, lse, delta, sums, near_grad, table, at_q, at_k, until,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, cap,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    query_terms, key_terms, query_table, key_table, query_columns, key_columns,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr,
     CAPPED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Sum dS over one block of queries of a head, by column of a table, or by piece of a scaled-distance bias.
@@ -109,13 +116,16 @@ def walked_sums(
     keys, values = k + key_offset, v + key_offset
     table_row, at_k_row = table + head * columns, at_k + batch * at_k_b
     head_args = (table_row, at_k_row, until + batch * m, columns, scale, cap)
+    content = content_of_head(
+        query_terms, key_terms, query_table, key_table, per_head, n, m, query_columns, key_columns
+    )  # fmt: skip
     program_sums = sums + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
     total = tl.zeros([SIZE], dtype=tl.float32)  # gradient of near
     for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
         gap = start + m - n - first
         ds, _, _ = score_gradients(
-            block, gap, at, at_q_block, first, rows, keys, values, k_n, m, head_args,
-            WIDTH, BLOCK_D, BIAS, PADDED, True, CAPPED,
+            block, gap, at, at_q_block, first, rows, keys, values, k_n, m, head_args, content,
+            WIDTH, BLOCK_D, BIAS, CONTENT, PADDED, True, CAPPED,
         )  # fmt: skip
         i, j = at[:, None], (first + rows)[None, :]
         visible = j <= i
@@ -166,7 +176,7 @@ def _column_sums(shared: dict[str, Any], table: Tensor) -> Tensor:
     """Return (H, R) float32 sums of dS by column of a table at arbitrary positions."""
     q = shared["q"]
     sums = q.new_zeros(table.shape, dtype=torch.float32)
-    size, options = _square_tiles(walked_sums, shared)
+    size, options = square_tiles(walked_sums, shared)
     blocks = triton.cdiv(shared["n"], size)
     run(walked_sums, lambda meta: blocks, shared, q.shape[1], sums=sums, near_grad=None, **options)
     return sums
@@ -179,7 +189,7 @@ def _curve_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: li
     value_grad = slope_grad = far_grad = near_grad = None
     if needs_value or needs_slope or needs_near:
         q = shared["q"]
-        size, options = _square_tiles(walked_sums, shared)
+        size, options = square_tiles(walked_sums, shared)
         blocks, pieces = triton.cdiv(shared["n"], size), shared["columns"] // ENTRIES.value
         piece_grads = q.new_zeros(*q.shape[:2], blocks, pieces, 2, dtype=torch.float32)
         near_grads = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -196,7 +206,7 @@ def _distance_sums(shared: dict[str, Any]) -> Tensor:
     """Return (H, m) float32 sums of dS by distance."""
     q, m, window = shared["q"], shared["m"], shared["window"]
     batch, heads, _, _ = q.shape
-    size, options = _square_tiles(diagonal_sums, shared)
+    size, options = square_tiles(diagonal_sums, shared)
     distances = m if window is None else window  # those beyond the window have no gradient
     blocks = triton.cdiv(distances, size) + 1
     sums = q.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
@@ -210,7 +220,7 @@ def _distance_sums(shared: dict[str, Any]) -> Tensor:
     return F.pad(sums_by_distance, (0, m - distances))
 
 
-def _square_tiles(kernel: Any, shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def square_tiles(kernel: Any, shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Return the side of square tiles of a kernel, and its launch options."""
     element_bytes = shared["q"].element_size()
     size, warps, stages = squares(kernel.__name__, shared["BLOCK_D"] * element_bytes, element_bytes == 4)

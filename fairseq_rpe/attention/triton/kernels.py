@@ -12,6 +12,7 @@ import triton.language as tl
 from fairseq_rpe.attention.prune import BLOCK
 from fairseq_rpe.attention.triton.tiles import (
     LENGTHS,
+    content_of_head,
     dot,
     load,
     load_query_rows,
@@ -29,7 +30,8 @@ PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
 def forward(
     q, k, v, out, low, lse, table, at_q, at_k, until, null, first,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, window, columns, scale, cap, lengths,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    query_terms, key_terms, query_table, key_table, query_columns, key_columns,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr,
     CAPPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of one block of queries of one head by online softmax, key block by key block.
@@ -45,7 +47,11 @@ def forward(
     q_block = load(q + batch * q_b + head * q_h, start, rows, q_n, n, WIDTH, BLOCK_D)
     key_offset = batch * k_b + head // GROUP * k_h
     keys, values = k + key_offset, v + key_offset
+    per_head = batch * tl.num_programs(1) + head
     head_args = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale, cap)
+    content = content_of_head(
+        query_terms, key_terms, query_table, key_table, per_head, n, m, query_columns, key_columns
+    )  # fmt: skip
     # of the keys read so far: Σ exp2(s - top)·v, Σ exp2(s - top), and the largest logit
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -58,7 +64,7 @@ def forward(
     far, unseen = 0, 0.0  # first key to read; log-sum-exp of a query that sees no key
     if first is not None:
         decided = tl.cdiv(n, PRUNE_BLOCK)
-        far = tl.load(first + (batch * tl.num_programs(1) + head) * decided + start // PRUNE_BLOCK)
+        far = tl.load(first + per_head * decided + start // PRUNE_BLOCK)
         unseen = float("-inf")  # pruning reads it from the log-sum-exp, and there is no backward pass
     if window is not None:
         far = tl.maximum(start + m - n - window + 1, far) // BLOCK_N * BLOCK_N
@@ -68,8 +74,8 @@ def forward(
             v_block = load(values, begin, cols, k_n, m, WIDTH, BLOCK_D, not diagonal)
             product, gap, j = dot(q_block, tl.trans(k_block)), start + m - n - begin, begin + cols
             s, _ = logits(
-                product, gap, at[:, None], j[None, :], at_q_block[:, None], m, head_args,
-                BIAS, PADDED, diagonal, CAPPED,
+                product, gap, at[:, None], j[None, :], at_q_block[:, None], m, head_args, content,
+                BIAS, CONTENT, PADDED, diagonal, CAPPED,
             )  # fmt: skip
             higher = tl.maximum(top, tl.max(s, 1))
             # a row that has seen nothing yet has top -inf, and -inf - -inf is NaN
@@ -86,7 +92,7 @@ def forward(
     if low is not None:
         error = mean - round_to(mean, out.dtype.element_ty).to(tl.float32)
         store(low + offset, start, rows, q_n, n, error, WIDTH, BLOCK_D)
-    lse_row = lse + (batch * tl.num_programs(1) + head) * n + start
+    lse_row = lse + per_head * n + start
     tl.store(lse_row + rows, tl.where(empty, unseen, top) + tl.log2(total), mask=start + rows < n)
 
 
@@ -94,7 +100,8 @@ def forward(
 def query_gradient(
     q, k, v, out, low, grad, lse, delta, dq, table, at_q, at_k, until, null,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, window, columns, scale, cap, factor, lengths,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    query_terms, key_terms, query_table, key_table, query_columns, key_columns,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr,
     CAPPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of one block of queries, and delta = Σ_j P dP, which the other kernels read. factor: 1/sqrt(D).
@@ -114,12 +121,16 @@ def query_gradient(
     if low is not None:
         mean += load(low + offset, start, rows, q_n, n, WIDTH, BLOCK_D).to(tl.float32)
     delta_block = tl.sum(grad_block.to(tl.float32) * mean, 1)
-    per_row = (batch * tl.num_programs(1) + head) * n
+    per_head = batch * tl.num_programs(1) + head
+    per_row = per_head * n
     lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
     block = (q_block, grad_block, lse_block, delta_block)
     key_offset = batch * k_b + head // GROUP * k_h
     keys, values = k + key_offset, v + key_offset
     head_args = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale, cap)
+    content = content_of_head(
+        query_terms, key_terms, query_table, key_table, per_head, n, m, query_columns, key_columns
+    )  # fmt: skip
     below = (start + m - n + 1) // BLOCK_N * BLOCK_N
     last = tl.minimum(start + BLOCK_M + m - n, m)
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -133,8 +144,8 @@ def query_gradient(
         for begin in range(below if diagonal else far, last if diagonal else below, BLOCK_N):
             gap = start + m - n - begin
             ds, product_grad, k_block = score_gradients(
-                block, gap, at, at_q_block, begin, cols, keys, values, k_n, m, head_args,
-                WIDTH, BLOCK_D, BIAS, PADDED, diagonal, CAPPED,
+                block, gap, at, at_q_block, begin, cols, keys, values, k_n, m, head_args, content,
+                WIDTH, BLOCK_D, BIAS, CONTENT, PADDED, diagonal, CAPPED,
             )  # fmt: skip
             total += dot(round_to(product_grad, k_block.dtype), k_block)
             excess += tl.sum(ds, 1)
@@ -144,9 +155,10 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def key_gradient(
-    q, k, v, grad, lse, delta, dk, dv, table, at_q, at_k, until,
+    q, k, v, grad, lse, delta, dk, dv, key_sums, table, at_q, at_k, until,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, window, columns, scale, cap, factor, lengths,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    query_terms, key_terms, query_table, key_table, query_columns, key_columns,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr,
     CAPPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one block of keys, in a loop over the blocks of queries that see it. factor: 1/sqrt(D).
@@ -172,8 +184,13 @@ def key_gradient(
     for member in range(GROUP):
         head = key_head * GROUP + member
         queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
-        per_row = (batch * tl.num_programs(1) * GROUP + head) * n
+        per_head = batch * tl.num_programs(1) * GROUP + head
+        per_row = per_head * n
         head_args = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale, cap)
+        content = content_of_head(
+            query_terms, key_terms, query_table, key_table, per_head, n, m, query_columns, key_columns
+        )  # fmt: skip
+        key_total = tl.zeros([BLOCK_N], dtype=tl.float32)
         for diagonal in tl.static_range(1, -1, -1):
             for begin in range(first if diagonal else below, tl.minimum(below, end) if diagonal else end, BLOCK_M):
                 at, at_q_block = query_indices(begin, rows, at_q_row, n, m, BIAS)
@@ -184,14 +201,18 @@ def key_gradient(
                 # copied
                 product, gap, j = dot(k_block, tl.trans(q_block)), begin + m - n - start, start + cols
                 s, slope = logits(
-                    product, gap, at[None, :], j[:, None], at_q_block[None, :], m, head_args,
-                    BIAS, PADDED, diagonal, CAPPED,
+                    product, gap, at[None, :], j[:, None], at_q_block[None, :], m, head_args, content,
+                    BIAS, CONTENT, PADDED, diagonal, CAPPED,
                 )  # fmt: skip
                 p = tl.exp2(s - lse_block[None, :])
                 ds = p * (dot(v_block, tl.trans(grad_block)) - delta_block[None, :])
+                if key_sums is not None:
+                    key_total += tl.sum(ds, 1)
                 if CAPPED:
                     ds *= slope
                 dv_block += dot(round_to(p, grad_block.dtype), grad_block)
                 dk_block += dot(round_to(ds, q_block.dtype), q_block)
+        if key_sums is not None:
+            tl.store(key_sums + per_head * m + start + cols, key_total, mask=start + cols < m)
     store(dk + offset, start, cols, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
     store(dv + offset, start, cols, k_n, m, dv_block, WIDTH, BLOCK_D)

@@ -13,6 +13,13 @@ BIAS determines the content of ``table``, ``at_q`` and ``at_k``, of a head and a
   end at infinity; float32 at_q is its ``query_scale`` (near), at_k its ``distance_values`` (far) with ``TABLE_MARGIN``
   more entries. One compilation serves any number of pieces up to 2^s.
 
+CONTENT determines the terms that depend on the tokens, which are added to that bias. It is a sum of these flags:
+
+- TOKENS: query_terms[i] + key_terms[j], where query_terms (B, H, 2, n) and key_terms (B, H, 2, m) contain float32
+  numbers in base 2 and then their rounding errors, so that a small sum of two large numbers is precise;
+- BY_QUERY: query_table[i, min(at - j, query_columns - 1)] of float32 (B, H, n, query_columns), in nats;
+- BY_KEY: key_table[j, min(at - j, key_columns - 1)] of float32 (B, H, m, key_columns), in nats.
+
 These arguments have the same meaning in all kernels:
 
 - q, grad, out, dq: (B, H, n, D) in one memory layout; q_b, q_h, q_n: elements to the next sequence, head and query;
@@ -40,13 +47,15 @@ import triton.language as tl
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TABLE_MARGIN = 256  # at least twice the largest block
 MOST_APART = 2**23  # elements from a row to the next one: a tile of 128 rows then has addresses within 32 bits
-# arguments for whose values, odd or even, one compilation serves; the last one only the autotuner reads
-LENGTHS = ("n", "m", "columns", "window", "lengths")
+# arguments for whose values, odd or even, one compilation serves; the last one only the autotuner reads, and kernels of
+# a bias's gradient have neither this one nor a window
+LENGTHS = ("n", "m", "columns", "query_columns", "key_columns", "window", "lengths")
 LOG2E = tl.constexpr(math.log2(math.e))
 FEW_STEPS = tl.constexpr(5)  # steps of a binary search up to which a tile loops over its pieces instead
 # entries of a piece in the table of a curve; the first is its end
 MIDPOINT, VALUE, SLOPE_ENTRY, ENTRIES = (tl.constexpr(x) for x in range(1, 5))
 NONE, DISTANCE, POSITIONS, CURVE = (tl.constexpr(x) for x in range(4))
+TOKENS, BY_QUERY, BY_KEY = (tl.constexpr(x) for x in (1, 2, 4))
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
@@ -164,9 +173,37 @@ def soft_cap(s, cap):
 
 
 @triton.jit
+def content_of_head(query_terms, key_terms, query_table, key_table, per_head, n, m, query_columns, key_columns):
+    """Return the arguments of :func:`content_bias` for one head of one sequence; per_head: its index among all."""
+    terms = query_terms + per_head * (2 * n), key_terms + per_head * (2 * m)
+    tables = query_table + per_head * n * query_columns, key_table + per_head * m * key_columns
+    return terms[0], terms[1], tables[0], tables[1], n, query_columns, key_columns
+
+
+@triton.jit
+def content_bias(at, j, m, content, CONTENT: tl.constexpr):
+    """Return the terms of a tile that depend on the tokens, in base 2; at, j and m as in :func:`logits`.
+
+    Indices outside of the sequence read another token's numbers, which are finite if all numbers are.
+    """
+    query_terms, key_terms, query_table, key_table, n, query_columns, key_columns = content
+    i, key, distance = tl.minimum(at - (m - n), n - 1), tl.minimum(tl.maximum(j, 0), m - 1), tl.maximum(at - j, 0)
+    bias = 0.0
+    if TOKENS & CONTENT:
+        # nearly opposite numbers have an exact sum, to which their rounding errors are added
+        bias += tl.load(query_terms + i) + tl.load(key_terms + key)
+        bias += tl.load(query_terms + n + i) + tl.load(key_terms + m + key)
+    if BY_QUERY & CONTENT:
+        bias += tl.load(query_table + i * query_columns + tl.minimum(distance, query_columns - 1)) * LOG2E
+    if BY_KEY & CONTENT:
+        bias += tl.load(key_table + key * key_columns + tl.minimum(distance, key_columns - 1)) * LOG2E
+    return bias
+
+
+@triton.jit
 def logits(
-    product, gap, at, j, at_q, m, head_args,
-    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr, CAPPED: tl.constexpr,
+    product, gap, at, j, at_q, m, head_args, content,
+    BIAS: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return the logits of a tile from its products q·k, and their derivative by q·k·scale, which is 1 unless CAPPED.
 
@@ -174,7 +211,8 @@ def logits(
 
     product: (BLOCK_M, BLOCK_N) q·k, or transposed, keys by queries. at: (BLOCK_M, 1) absolute indices of the queries,
     and at_q likewise; j: (1, BLOCK_N) indices of the keys; or both transposed. gap: the first ``at`` less the first
-    ``j``. head_args: table, at_k and until of this head and sequence, columns, scale, cap.
+    ``j``. head_args: table, at_k and until of this head and sequence, columns, scale, cap. content: the result of
+    :func:`content_of_head`.
     """
     table, at_k, until, columns, scale, cap = head_args
     s = product * scale
@@ -202,6 +240,9 @@ def logits(
                 gap, at, j, at_q, at_k, m, table, columns, visible, BIAS - CURVE, DIAGONAL, False
             )  # fmt: skip
             s += bias
+    if CONTENT:
+        if columns > 0:
+            s += content_bias(at, j, m, content, CONTENT)
     if PADDED:
         visible = visible & (tl.load(until + j, mask=(j >= 0) & (j < m), other=-1) >= at)
     if DIAGONAL or PADDED:
@@ -221,9 +262,9 @@ def load_query_rows(q, grad, lse, delta, start, rows, q_n, n, WIDTH: tl.constexp
 
 @triton.jit
 def score_gradients(
-    queries, gap, at, at_q, start, cols, keys, values, k_n, m, head_args,
+    queries, gap, at, at_q, start, cols, keys, values, k_n, m, head_args, content,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr, CAPPED: tl.constexpr,
+    BIAS: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return dS = P (dP - delta) of a tile of queries by keys start + cols, in nats, and the tile of k.
 
@@ -235,7 +276,8 @@ def score_gradients(
     v = load(values, start, cols, k_n, m, WIDTH, BLOCK_D, not DIAGONAL)
     product, j = dot(q, tl.trans(k)), start + cols
     s, slope = logits(
-        product, gap, at[:, None], j[None, :], at_q[:, None], m, head_args, BIAS, PADDED, DIAGONAL, CAPPED
+        product, gap, at[:, None], j[None, :], at_q[:, None], m, head_args, content,
+        BIAS, CONTENT, PADDED, DIAGONAL, CAPPED,
     )  # fmt: skip
     ds = tl.exp2(s - lse[:, None]) * (dot(grad, tl.trans(v)) - delta[:, None])
     product_grad = ds

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from fairseq_rpe.attention.triton.kernels import forward, key_gradient, query_gradient
-from fairseq_rpe.attention.triton.tiles import INTERPRETED, NONE
+from fairseq_rpe.attention.triton.tiles import BY_KEY, BY_QUERY, INTERPRETED, NONE
 
 Size = tuple[int, int, int, int]  # block of queries, block of keys, warps, stages of the pipeline
 FEW_QUERIES: list[Size] = [(16, 64, 4, 2), (16, 16, 4, 1)]  # for at most 16 queries, as in decoding
@@ -25,12 +25,19 @@ SIZES: dict[str, dict[int, list[Size]]] = {
         256: [(64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2)],
     },
 }
-# Larger sizes for rows of 128 bytes. They fit into registers without a bias, or on devices of capability 9.x, whose
-# products read their factors from shared memory.
+# Larger sizes for rows of 128 bytes. They fit into registers without a bias, or with a bias of positions on devices of
+# capability 9.x, whose products read their factors from shared memory.
 LARGER: dict[str, list[Size]] = {
     "forward": [(128, 128, 8, 3)],
     "query_gradient": [(128, 64, 8, 3), (64, 64, 4, 3)],
     "key_gradient": [(64, 128, 8, 3), (64, 64, 4, 3)],
+}
+# Sizes for products of tokens with vectors of distances, whose addresses take registers; those of ``key_gradient`` also
+# for numbers of tokens.
+PRODUCTS: dict[str, dict[int, list[Size]]] = {
+    "forward": {128: SIZES["forward"][128], 256: [(64, 32, 8, 2), (32, 32, 4, 2)]},
+    "query_gradient": {row: [(64, 32, 8, 2), (32, 32, 4, 2)] for row in (128, 256)},
+    "key_gradient": {128: [(32, 64, 8, 2), (32, 32, 4, 2)], 256: [(32, 64, 8, 2), (32, 32, 8, 2)]},
 }
 WIDE: list[Size] = [(32, 32, 8, 2), (32, 16, 8, 1)]  # for rows of more than 256 bytes
 # float32 products take three times the registers; for rows of 1024 bytes no size fits them without spilling
@@ -42,20 +49,23 @@ FLOAT32: dict[int, list[Size]] = {
 INTERPRETER_SIZES = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that short sequences have several blocks
 
 
-def sizes(kernel: str, row: int, float32: bool, larger: bool) -> list[Size]:
+def sizes(kernel: str, row: int, float32: bool, larger: bool, content: int = 0) -> list[Size]:
     """Return the block sizes to try.
 
     Args:
         kernel: "forward", "query_gradient" or "key_gradient".
         row: bytes of a row of a tile.
         float32: whether q, k and v are float32.
-        larger: whether sizes of ``LARGER`` fit, too.
+        larger: whether sizes of ``LARGER`` fit, too, if no term of the bias depends on the tokens.
+        content: CONTENT of the kernel.
     """
     if float32:
         return FLOAT32[max(row, 256)]
     if row > 256:
         return WIDE
-    return (LARGER[kernel] if larger and row <= 128 else []) + SIZES[kernel][max(row, 128)]
+    if content & (BY_QUERY.value | BY_KEY.value) or (content and kernel == "key_gradient"):
+        return PRODUCTS[kernel][max(row, 128)]
+    return (LARGER[kernel] if larger and row <= 128 and not content else []) + SIZES[kernel][max(row, 128)]
 
 
 def _config(queries: int, keys: int, warps: int, stages: int) -> triton.Config:
@@ -68,7 +78,8 @@ def _with_autotuning(kernel: Any) -> Any:
     if INTERPRETED:
         return kernel
     name = kernel.__name__
-    listed = dict.fromkeys(chain(*SIZES[name].values(), *FLOAT32.values(), LARGER[name], WIDE, FEW_QUERIES))
+    by_row = SIZES[name], PRODUCTS[name], FLOAT32
+    listed = dict.fromkeys(chain(*(size for x in by_row for size in x.values()), LARGER[name], WIDE, FEW_QUERIES))
     configs = {size: _config(*size) for size in listed}
 
     def suitable(_: list[triton.Config], named: dict[str, Any], **more: Any) -> list[triton.Config]:
@@ -79,11 +90,12 @@ def _with_autotuning(kernel: Any) -> Any:
         args = {**named, **more}  # the arguments of the launch, which triton passes in two groups
         q = args["q"]
         larger = args["BIAS"] == NONE.value or (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9)
-        candidates = sizes(name, args["BLOCK_D"] * q.element_size(), q.dtype == torch.float32, larger)
+        row = args["BLOCK_D"] * q.element_size()
+        candidates = sizes(name, row, q.dtype == torch.float32, larger, args["CONTENT"])
         candidates = candidates if args["lengths"] else FEW_QUERIES
         return [configs[x] for x in (candidates[-1:] if torch.are_deterministic_algorithms_enabled() else candidates)]
 
-    keys = ["lengths", "WIDTH", "BIAS", "PADDED", "CAPPED"]
+    keys = ["lengths", "WIDTH", "BIAS", "CONTENT", "PADDED", "CAPPED"]
     return triton.autotune([*configs.values()], key=keys, prune_configs_by={"early_config_prune": suitable})(kernel)
 
 

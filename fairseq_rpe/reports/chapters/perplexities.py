@@ -12,7 +12,7 @@ from fairseq_rpe.evaluation.position_limits import max_length
 from fairseq_rpe.evaluation.statistics import Estimate, mean_over_seeds
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports import uncertainty
-from fairseq_rpe.reports.chapters import effective_length, training_axis
+from fairseq_rpe.reports.chapters import effective_length, perplexity_figures, training_axis
 from fairseq_rpe.reports.chapters.training import TrainedRun, own_settings
 from fairseq_rpe.reports.extrapolation_definition import unused_context_reasons
 from fairseq_rpe.reports.page import Block, Part, Picture, ReportContent, Text, markdown, svg_picture
@@ -24,10 +24,16 @@ from fairseq_rpe.utils.table import Cell, Table, TableRow, cell_with_range, lowe
 
 
 class _LengthBlocks(NamedTuple):
-    """Perplexity by length on one text: a table, and the figure as a block of the page and for files."""
+    """Perplexity by length on one text.
+
+    Attributes:
+        table: perplexity of each method at each length.
+        pictures: figures for the page.
+        figure: the first of them, for files.
+    """
 
     table: Table
-    picture: Picture
+    pictures: Sequence[Picture]
     figure: Figure
 
 
@@ -113,7 +119,7 @@ def build_content(
     axis = training_axis.training_axis_blocks(perplexities)
     texts = {name: _over_length(models, results, name) for name, results in perplexities.other_texts.items()}
     seeds = _seed_differences(perplexities)
-    over_length = [main.table, *notes, main.picture, *seeds, *_mean_over_lengths(perplexities)]
+    over_length = [main.table, *notes, *main.pictures, *seeds, *_mean_over_lengths(perplexities)]
     # the Markdown has the first and the last block of the comparison: the warning and the published values
     published_values = [published[0], published[-1]] if published else []
     along_training = [axis.table] if axis else []
@@ -133,7 +139,7 @@ def build_content(
         parts=[
             Part("perplexity", "Perplexity over length", over_length),
             *(
-                Part(f"perplexity-{name}", f"Perplexity on {name}", [text.table, text.picture])
+                Part(f"perplexity-{name}", f"Perplexity on {name}", [text.table, *text.pictures])
                 for name, text in texts.items()
             ),
             Part("training-axis", "Perplexity along the training", [axis.picture, axis.table] if axis else []),
@@ -159,19 +165,11 @@ def _over_length(models: ComparedModels, perplexities: Perplexities, text: str =
         text: name of the text; empty for the training text.
     """
     on = f" on {text}" if text else ""
-    train_length = perplexities.train_length
-    curves = {name: perplexities.values_by_length(name) for name in perplexities.encodings}
-    ratios = {name: perplexities.ratios_by_length(name) for name in perplexities.encodings}
-    figure = sweep_curves.draw_perplexity(curves, ratios, train_length, text)
-    caption = (
-        f"Perplexity per token{on} against evaluation length; dashed: the training length of {train_length} tokens."
-    )
-    if len(figure.axes) > 1:
-        caption += f" Below: ratio to the perplexity at {train_length} tokens, enlarged."
-    if models.seeds > 1:
-        caption += " Mean over the seeds; bars from the lowest to the highest seed."
+    figure = perplexity_figures.draw_perplexity(models.methods, perplexities, text)
+    caption = perplexity_figures.perplexity_caption(perplexities, figure, text, models.seeds)
     alt = f"Perplexity per token{on} against evaluation length: {_means_text(perplexities)}."
-    return _LengthBlocks(_perplexity_table(models, perplexities, on), svg_picture(figure, alt, caption), figure)
+    pictures = [svg_picture(figure, alt, caption), *perplexity_figures.extremes(models.methods, perplexities, text)]
+    return _LengthBlocks(_perplexity_table(models, perplexities, on), pictures, figure)
 
 
 def _means_text(perplexities: Perplexities) -> str:
@@ -312,13 +310,7 @@ def _is_paired(perplexities: Perplexities, length: int) -> bool:
 def _ratio_column(perplexities: Perplexities) -> _Column:
     """Return the ratios of the perplexity at the longest length to that at the training length."""
     means = {name: perplexities.final_ratio(name) for name in perplexities.encodings}
-    changes: dict[str, ClusteredScores | None] = {}
-    for name in means:
-        losses = perplexities.losses_by_length(name)
-        start, end = losses.get(perplexities.train_length), losses.get(perplexities.lengths[-1])
-        is_paired = start is not None and end is not None and start.identity == end.identity
-        changes[name] = end.minus(start) if is_paired else None
-    return _Column.compare(means, changes)
+    return _Column.compare(means, {name: perplexity_figures.loss_change(perplexities, name) for name in means})
 
 
 def _about_errors(perplexities: Perplexities) -> str:
