@@ -186,7 +186,7 @@ class PathProduct(ScoreProduct):
         return torch.stack(rows, dim=2)
 
     def prepare_blocks(self) -> "PathChunks":
-        """Return the product by chunks of tokens (section 3 of the paper, the UT transform of a chunk).
+        """Return the product by chunks of tokens, whose matrices are multiplied at once.
 
         With W (c, D) the vectors of a chunk and T = (I + strict_lower(diag(β) W Wᵀ))⁻¹, the product of the chunk's
         matrices is X = I - Wᵀ T diag(β) W. Queries are multiplied by the matrices from the start of their chunk on, and
