@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fairseq_rpe.attention.plan import AttentionPlan
 from fairseq_rpe.attention.reference import attention_weights, transform_scores
 from fairseq_rpe.attention.relative_shift import bias_terms, materialize_fast
+from fairseq_rpe.core.tensors import runs_eagerly
 
 NORMAL_FACTOR = 1e8  # weights up to this multiple of the smallest normal number become 0; in float32, up to 1.2e-30
 
@@ -60,12 +61,7 @@ def block_weights(q: Tensor, k: Tensor, plan: AttentionPlan) -> Tensor:
     """
     has_other_scores = plan.rotation_regions is not None or plan.changes_softmax
     has_other_scores = has_other_scores or (plan.product is not None and plan.transforms_scores)
-    if (
-        not q.shape[2]
-        or has_other_scores
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-    ):
+    if not q.shape[2] or has_other_scores or not runs_eagerly():
         return attention_weights(q, k, plan, materialize_fast)
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(wide), k.to(wide)
@@ -126,7 +122,7 @@ class _Weights(torch.autograd.Function):
             scores = scores.clone(memory_format=torch.contiguous_format)
         hidden.fill_(scores, float("-inf"))
         weights = scores.exp_() if is_log else _softmax_(scores)
-        if weights.device.type == "cpu":  # products of subnormal numbers take a hundred times as long
+        if weights.device.type == "cpu":  # products of subnormal numbers are slow
             least = torch.finfo(weights.dtype).tiny * NORMAL_FACTOR
             torch.threshold_(weights, least, 0.0)
         ctx.save_for_backward(weights)

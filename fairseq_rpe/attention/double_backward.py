@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.tensors import runs_eagerly
 
 Gradients = tuple[Tensor | None, ...]
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -173,7 +174,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
     inputs = (q, k, v) if mask is None else (q, k, v, mask)
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     uses_torch = not needs_graph or q.device.type != "cpu" or (mask is not None and mask.requires_grad)
-    if uses_torch or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if uses_torch or not runs_eagerly():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     out: Tensor = FlashAttention.apply(contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), mask, causal)
     return out

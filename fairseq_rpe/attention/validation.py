@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
-from fairseq_rpe.core.tensors import FLOAT_DTYPES, check_tensor
+from fairseq_rpe.core.tensors import FLOAT_DTYPES, check_tensor, runs_eagerly
 from fairseq_rpe.encodings import Encoding
 
 LARGEST_EXACT = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # the dtype represents all whole numbers up to here
@@ -200,7 +200,7 @@ def _check_values(positions: Positions, wide: torch.dtype) -> Positions:
     positions that were converted to each dtype.
     """
     by_dtype: dict[torch.dtype, Positions] | None = positions.__dict__.get("_checked")
-    if by_dtype is None and (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+    if by_dtype is None and not runs_eagerly():
         by_dtype = {}  # values cannot be read here, so they are not checked
     elif by_dtype is None:
         for x in (positions.q, positions.k):

@@ -22,6 +22,14 @@ def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
+def runs_eagerly() -> bool:
+    """Return whether operations run one by one: no compiler or functorch transform traces them.
+
+    Functions with a backward pass written by hand, or that read values of tensors, are called only then.
+    """
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
 def check_tensor(name: str, x: Any) -> None:
     """Check that an argument is a dense tensor with values.
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
+from fairseq_rpe.core.tensors import runs_eagerly
 from fairseq_rpe.encodings.base import Encoding, register
 
 GATES_PER_POSITION = 3  # number of keys that are first assumed to add up to a position; gates start near one half
@@ -48,7 +49,7 @@ class Cope(Encoding):
         logits = torch.matmul(q, self.vectors.to(q.dtype))  # (B, H, n, P)
         if self.config.scale_on == "both":
             logits = logits * q.shape[-1] ** -0.5
-        if scores.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if scores.device.type != "cpu" or not runs_eagerly():
             return scores + self._interpolate(logits, self._positions(scores))
         near, at = self._near_positions(scores)
         if near == scores.shape[3]:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
+from fairseq_rpe.core.tensors import runs_eagerly
 from fairseq_rpe.encodings.adjusted_encoding import (
     AdjustedEncoding,
     base_option,
@@ -82,9 +83,8 @@ class Dape(AdjustedEncoding):
         scores = scores.masked_fill(hidden, 0.0)
         bias = self.base_bias(pos, scores)
         any_hidden = hidden.any(1, keepdim=True) if self.config.kernel > 1 else None
-        # compilers, transforms and modes see the operations of autograd alone
-        is_eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-        is_eager = is_eager and not torch._C._len_torch_function_stack()
+        # torch function modes, such as that of the self-test, see the operations of autograd alone
+        is_eager = runs_eagerly() and not torch._C._len_torch_function_stack()
         if scores.device.type == "cpu" and is_eager and (self.config.kernel == 1 or pos.contiguous):
             layers = [x.to(scores.dtype) for x in (*self._parameters_of(self.mix), *self._parameters_of(self.out))]
             result: Tensor = AddedNetwork.apply(scores, bias, any_hidden, *layers)

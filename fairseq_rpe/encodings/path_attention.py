@@ -11,22 +11,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_rpe.core.bias import Bias
+from fairseq_rpe.core.bias import TokenBias
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.score_product import ScoreProduct
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.core.tensors import wide_linear
-from fairseq_rpe.encodings.base import Encoding, register
-from fairseq_rpe.encodings.forgetting_transformer import Forgetting, forget_gate_bias, repeated_positions
+from fairseq_rpe.encodings.base import register
+from fairseq_rpe.encodings.forgetting_transformer import repeated_positions
+from fairseq_rpe.encodings.gated_product import GatedProduct, init_linear
 
 CHUNK = 64  # tokens whose matrices are multiplied at once
-_STD = 0.02  # standard deviation of the projections' initial weights
 
 
 @register("path", colour="vermilion", marker="o")
-class PathAttention(Encoding):
+class PathAttention(GatedProduct):
     """PaTH attention (Yang et al. 2025, arXiv 2505.16381): score = q_i·H_i H_(i-1) … H_(j+1) k_j / sqrt(D).
 
     H_t = I - β_t w_t w_tᵀ is the matrix of token t, with β_t = 2σ(b·x_t + c) between 0 and 2 and a unit vector w_t of D
@@ -52,9 +51,6 @@ class PathAttention(Encoding):
 
     formula = "q_i·H_i … H_(j+1) k_j/√D,  H_t = I - β_t w_t w_tᵀ,  w_t and β_t of the input x_t"
     paper = "Yang et al. 2025 (arXiv 2505.16381)"
-    family = "bias that depends on the content"
-    sharing_modes = ("layer", "model")
-    position_type = "none"
     bounded_reason = "no matrix H lengthens a vector, so |score| ≤ |q|·|k|/√D, bounded for bounded q and k"
     transforms_keys = True
 
@@ -63,23 +59,16 @@ class PathAttention(Encoding):
         cfg = self.config
         if cfg.scaled_gate and cfg.gate == "none":
             raise UserError("'path:gate=none' has no gate to scale: leave scaled_gate out or add gate=forget")
-        self.dependence = Forgetting.dependence if cfg.gate == "forget" else ""
         self.strength = nn.Linear(self.width, self.heads)  # logit of β / 2
         self.down = nn.Linear(self.width, cfg.rank, bias=False) if cfg.rank else None  # W_1
         self.up = nn.Linear(cfg.rank or self.width, self.width, bias=False)  # W_2
         self.conv: nn.Parameter | None = None  # a, for each element of all heads
         if cfg.conv:
             self.conv = nn.Parameter(torch.empty(self.width, cfg.conv).uniform_(-1, 1) * cfg.conv**-0.5)
-        self.gate = nn.Linear(self.width, self.heads) if cfg.gate == "forget" else None
+        self.create_gate()
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=_STD)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-
-    def log_bias_formulas(self) -> list[str] | list[LogBias] | None:
-        """Return 0 for each head, as scores are bounded; None with forget gates, whose bias has no bound."""
-        return None if self.config.gate == "forget" else super().log_bias_formulas()
+                init_linear(module)
 
     def token_features(self, x: Tensor) -> Tensor:
         """Return u, the logit of β/2 and that of the gate of a layer's input x (B, n, C).
@@ -92,13 +81,10 @@ class PathAttention(Encoding):
         vectors = wide_linear(self.up, vectors).unflatten(2, (self.heads, -1))  # (B, n, H, D)
         return torch.cat([vectors, *(logit[..., None] for logit in logits)], dim=-1).transpose(1, 2)
 
-    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, features: Tensor | None) -> Bias | None:
+    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, features: Tensor | None) -> TokenBias | None:
         """Return the bias of the forget gates, or None without them."""
-        if self.gate is None:
-            return None
-        assert features is not None
-        bias = forget_gate_bias(features[..., -1], pos, q.shape[2])
-        if not self.config.scaled_gate:
+        bias = super().content_bias(q, k, pos, features)
+        if bias is None or not self.config.scaled_gate:
             return bias
         scale = q.shape[3] ** -0.5
         return replace(bias, query=bias.query * scale, key=bias.key * scale)

@@ -7,20 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Bias
-from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.score_product import ScoreProduct
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.core.tensors import wide_linear
-from fairseq_rpe.encodings.base import Encoding, register
-from fairseq_rpe.encodings.forgetting_transformer import Forgetting, forget_gate_bias, repeated_positions
+from fairseq_rpe.encodings.base import register
+from fairseq_rpe.encodings.forgetting_transformer import repeated_positions
+from fairseq_rpe.encodings.gated_product import GatedProduct, init_linear
 
 PAIRS = 8  # tokens of a block whose products are summed element by element
 
 
 @register("wall", colour="orange", marker="s")
-class Wall(Encoding):
+class Wall(GatedProduct):
     """Wall attention (Tilde Research 2026): score = Σ_e q_ie k_je exp(P_ie - P_je) / sqrt(D).
 
     P_i = Σ_(l≤i) ln σ(W x_l + b) has D elements per head, from the layer's inputs x_l (C,). Element e of a key is
@@ -41,25 +40,16 @@ class Wall(Encoding):
 
     formula = "Σ_e q_ie k_je exp(P_ie - P_je)/√D,  P_i = Σ_(l≤i) ln σ(W x_l + b)"
     paper = "Tilde Research 2026 (Wall attention)"
-    family = "bias that depends on the content"
-    sharing_modes = ("layer", "model")
-    position_type = "none"
     bounded_reason = "gates are at most 1, so |score| ≤ Σ |q_e k_e|/√D, bounded for bounded q and k"
 
     def setup(self) -> None:
         """Create the parameters."""
-        self.dependence = Forgetting.dependence if self.config.gate == "forget" else ""
         self.project = nn.Linear(self.width, self.width)
         nn.init.normal_(self.project.weight, std=0.02)
         nn.init.constant_(self.project.bias, self.config.init)
-        self.gate = nn.Linear(self.width, self.heads) if self.config.gate == "forget" else None
+        self.create_gate()
         if self.gate is not None:
-            nn.init.normal_(self.gate.weight, std=0.02)
-            nn.init.zeros_(self.gate.bias)
-
-    def log_bias_formulas(self) -> list[str] | list[LogBias] | None:
-        """Return 0 for each head, as scores are bounded; None with forget gates, whose bias has no bound."""
-        return None if self.config.gate == "forget" else super().log_bias_formulas()
+            init_linear(self.gate)
 
     def token_features(self, x: Tensor) -> Tensor:
         """Return the logits of the gates, (B, H, n, D or D + 1), of a layer's input x (B, n, C)."""
@@ -67,13 +57,6 @@ class Wall(Encoding):
         if self.gate is not None:
             logits = torch.cat([logits, wide_linear(self.gate, x)[..., None]], dim=-1)
         return logits.transpose(1, 2)
-
-    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, features: Tensor | None) -> Bias | None:
-        """Return the bias of the forget gates, or None without them."""
-        if self.gate is None:
-            return None
-        assert features is not None
-        return forget_gate_bias(features[..., -1], pos, q.shape[2])
 
     def score_product(
         self,
