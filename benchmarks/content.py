@@ -40,7 +40,7 @@ HEADS, WIDTH = 8, 64
 NONE = "no bias"
 SPECS = ["pope", "shaw", "shaw:values=true", "music", "transformer_xl", "deberta", "forgetting", "cope", "dape"]
 SPECS += ["dape:kernel=3", "grape_a", "grape_a:gate=both", "pairwise_forgetting", "stick_breaking", "selective"]
-SPECS += ["selective:base=rope", "path", "path:gate=forget", "wall"]
+SPECS += ["selective:base=rope", "path", "path:gate=forget", "wall", "selective_rope", "grape_m"]
 COPIES = 8  # n×n matrices of all heads that a dense implementation may store at once
 COPIES_ALL_SCORES = 32  # the same where the encoding changes all scores
 COPIES_PRODUCT = 4 * WIDTH  # the same where the definition of a product of queries and keys needs n·n·D numbers

@@ -97,6 +97,8 @@ CONTENT = {
     "grape_a": ["grape_a", "grape_a:gate=query", "grape_a:gate=both,unit_vectors=false"],
     "path": ["path", "path:gate=forget,rank=0,conv=0"],
     "wall": ["wall", "wall:gate=forget"],
+    "selective_rope": ["selective_rope", "selective_rope:rank=0,conv=1,offset=true,gate=true"],
+    "grape_m": ["grape_m:per_head=true"],
     "stick_breaking": ["stick_breaking", "stick_breaking:attend_self=true,remainder=value"],
     "selective": ["selective", "selective:base=kerple_log"],
 }
@@ -140,6 +142,7 @@ CAPABILITIES: dict[str, Callable[[Encoding], object]] = {
     "content_bias": lambda encoding: _content_bias_type(encoding),
     "transform_scores": _overrides("transform_scores"),
     "has_key_state": lambda encoding: encoding.has_key_state,
+    "has_vector_product": lambda encoding: encoding.has_vector_product,
     "has_score_product": lambda encoding: encoding.has_score_product,
     "returns_log_weights": lambda encoding: encoding.returns_log_weights,
     "relative_values": lambda encoding: encoding.relative_values(Positions.arange(2)) is not None,

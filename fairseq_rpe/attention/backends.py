@@ -87,7 +87,7 @@ def choose_backend(name: str, encodings: Iterable[Encoding] = ()) -> Backend:
             raise UserError(
                 f"{encoding_name} needs all scores of a query, which backend '{name}' never holds: {REMEDY}"
             )
-        if encoding.has_score_product and not backends[name].supports_score_product:
+        if encoding.has_score_product and not encoding.has_vector_product and not backends[name].supports_score_product:
             raise UserError(f"{encoding_name} replaces the product of q and k, which backend '{name}' uses: {REMEDY}")
     return backends[name]
 

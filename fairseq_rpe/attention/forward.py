@@ -16,6 +16,7 @@ from fairseq_rpe.attention.scaled_distance_bias import last_row_bias
 from fairseq_rpe.core.bias import Bias, PiecewiseLinear, ScaledDistanceBias, ToeplitzBias, add_biases
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
+from fairseq_rpe.core.score_product import VectorProduct
 from fairseq_rpe.encodings import Encoding
 
 # by id(encoding): the ToeplitzBias or the PiecewiseLinear from which its bias is computed while a text is decoded
@@ -325,7 +326,7 @@ def _run_chunk(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: fl
     if plan.is_content_dependent or plan.content_bias is not None or plan.rotation_regions is not None:
         # hooks that read queries and keys have as many heads of both
         k, v = (repeat_key_heads(x, q.shape[1]) for x in (k, v))
-    plan = with_score_product(q, k, with_content_bias(q, k, plan, features), features)
+    q, k, plan = with_score_product(q, k, with_content_bias(q, k, plan, features), features)
     return backend(q, k, v, plan, dropout)
 
 
@@ -345,18 +346,23 @@ def with_content_bias(q: Tensor, k: Tensor, plan: AttentionPlan, features: Tenso
     return replace(plan, bias=add_biases(plan.bias, bias), content_bias=None)
 
 
-def with_score_product(q: Tensor, k: Tensor, plan: AttentionPlan, features: Tensor | None) -> AttentionPlan:
-    """Return the plan with the product of these rotated queries and keys that replaces q·k; store the key state.
+def with_score_product(
+    q: Tensor, k: Tensor, plan: AttentionPlan, features: Tensor | None
+) -> tuple[Tensor, Tensor, AttentionPlan]:
+    """Return queries, keys and plan with the product that replaces q·k; store the key state.
 
-    The arguments are those of :func:`with_content_bias`.
+    A plain product of other queries and keys takes the place of ``q`` and ``k``, in their dtype, and needs nothing of
+    the plan. The arguments are those of :func:`with_content_bias`.
     """
     if plan.score_product is None:
-        return plan
+        return q, k, plan
     wide = torch.promote_types(q.dtype, torch.float32)
     state = plan.key_state if plan.transforms_keys else None
     product = plan.score_product(q.to(wide), k.to(wide), plan.positions, features, plan.padding, state)
+    if isinstance(product, VectorProduct):
+        return product.query.to(q.dtype), product.key.to(k.dtype), replace(plan, score_product=None)
     if not plan.transforms_keys:
-        return replace(plan, product=product, score_product=None)
+        return q, k, replace(plan, product=product, score_product=None)
     if plan.store_key_state is not None and (new_state := product.key_state()) is not None:
         plan.store_key_state(new_state)
-    return replace(plan, product=product, score_product=None, key_state=None, store_key_state=None)
+    return q, k, replace(plan, product=product, score_product=None, key_state=None, store_key_state=None)

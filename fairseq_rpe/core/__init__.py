@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fairseq_rpe.core.positions import Positions
     from fairseq_rpe.core.registry import Description, Registry
     from fairseq_rpe.core.rotation_regions import RotationRegion
-    from fairseq_rpe.core.score_product import ScoreProduct
+    from fairseq_rpe.core.score_product import ScoreProduct, VectorProduct
     from fairseq_rpe.core.spec import Option, canonical, configure, list_options, option, parse
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "ToeplitzBias",
     "TokenBias",
     "UserError",
+    "VectorProduct",
     "add_biases",
     "canonical",
     "configure",
@@ -72,7 +73,7 @@ _MODULES = {
     "positions": ("Positions",),
     "registry": ("Description", "Registry"),
     "rotation_regions": ("RotationRegion",),
-    "score_product": ("ScoreProduct",),
+    "score_product": ("ScoreProduct", "VectorProduct"),
     "spec": ("Option", "canonical", "configure", "option", "list_options", "parse"),
 }
 _MODULE_OF_NAME = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,5 +1,8 @@
 """Products of queries and keys that replace q·k in attention scores."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from torch import Tensor
 
 from fairseq_rpe.core.tensor_fields import TensorFields
@@ -23,3 +26,21 @@ class ScoreProduct(TensorFields):
     def key_state(self) -> Tensor | None:
         """Return the keys (B, H, m, D) as the m tokens have transformed them, or None if tokens transform no keys."""
         return None
+
+
+@dataclass(frozen=True)
+class VectorProduct(ScoreProduct):
+    """The plain product of other queries and keys than those of the layer, which every attention backend computes.
+
+    Attributes:
+        query: (B, H, n, D) queries.
+        key: (B, H, m, D) keys.
+    """
+
+    _tensor_kinds: ClassVar = {"query": "rows", "key": "keys"}
+    query: Tensor
+    key: Tensor
+
+    def products(self) -> Tensor:
+        """Return the products (B, H, n, m)."""
+        return self.query @ self.key.mT

@@ -20,6 +20,7 @@ from fairseq_rpe.encodings import (  # noqa: F401  (registers)
     bipe,
     clex,
     complex_embedding,
+    content_rotation,
     cope,
     coupled,
     dape,

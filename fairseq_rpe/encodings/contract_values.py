@@ -28,7 +28,7 @@ from fairseq_rpe.core.contract import ContractError, call_user_method, raise_con
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.rotation_regions import RotationRegion
-from fairseq_rpe.core.score_product import ScoreProduct
+from fairseq_rpe.core.score_product import ScoreProduct, VectorProduct
 from fairseq_rpe.encodings.base import DistanceBias, Encoding, PairwiseBias
 
 HOOKS = (
@@ -375,6 +375,13 @@ class HookProbe:
         product = self.call(method, q, k, pos, features, None, state)
         if not isinstance(product, ScoreProduct):
             self.refuse_value(method, product, "a ScoreProduct")
+        is_declared = self.encoding.has_vector_product and not self.encoding.transforms_keys
+        if isinstance(product, VectorProduct) != is_declared:
+            self.refuse(
+                method,
+                "returns a VectorProduct exactly if has_vector_product is True and transforms_keys is False: "
+                f"got a {type(product).__name__}",
+            )
         results = []
         for form in (product, self.call(method, function=product.prepare_blocks)):
             output = self.call(method, function=form.products)

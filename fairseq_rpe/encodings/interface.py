@@ -35,6 +35,7 @@ class EncodingInterface(nn.Module):
             the transformed keys.
         returns_log_weights: whether the transformed scores are logarithms of attention weights, whose sum is at most 1:
             attention then exponentiates them without a softmax.
+        has_vector_product: whether ``score_product`` returns a ``VectorProduct``, which every backend computes.
         rotated_width_factor: width of rotated queries and keys as a multiple of that of a head, D.
     """
 
@@ -42,6 +43,7 @@ class EncodingInterface(nn.Module):
     rotated_width_factor: int = 1
     key_state_width: int = 0
     transforms_keys: bool = False
+    has_vector_product: bool = False
     returns_log_weights: bool = False
     transform_scores: Callable[[Tensor, Tensor, Positions], Tensor] | None = None
 

@@ -20,6 +20,7 @@ from fairseq_rpe.core.tensors import wide_linear
 from fairseq_rpe.encodings.base import register
 from fairseq_rpe.encodings.forgetting_transformer import repeated_positions
 from fairseq_rpe.encodings.gated_product import GatedProduct, init_linear
+from fairseq_rpe.encodings.text_convolution import convolve_texts, random_taps
 
 CHUNK = 64  # tokens whose matrices are multiplied at once
 
@@ -64,7 +65,7 @@ class PathAttention(GatedProduct):
         self.up = nn.Linear(cfg.rank or self.width, self.width, bias=False)  # W_2
         self.conv: nn.Parameter | None = None  # a, for each element of all heads
         if cfg.conv:
-            self.conv = nn.Parameter(torch.empty(self.width, cfg.conv).uniform_(-1, 1) * cfg.conv**-0.5)
+            self.conv = nn.Parameter(random_taps(self.width, cfg.conv))
         self.create_gate()
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -122,20 +123,8 @@ class PathAttention(GatedProduct):
             begins: (B or 1, m) bool, the first token of each text, before which the convolution reads zeros.
             padding: (B, m) bool, tokens that the convolution skips, or None.
         """
-        if padding is not None:
-            order = padding.byte().argsort(dim=1, stable=True)  # (B, m), the tokens of a row, and its padding behind
-            begins = begins.expand(len(order), -1).gather(1, order)
-            w = self._directions(u.gather(2, order[:, None, :, None].expand_as(u)), begins, None)
-            return w.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(w))
         if self.conv is not None:
-            m, text = u.shape[2], begins.long().cumsum(1)  # (B or 1, m), number of the text of each token
-            taps = self.conv.to(u.dtype).unflatten(0, (self.heads, 1, -1))  # (H, 1, D, taps)
-            total = u * taps[..., 0]
-            for lag in range(1, min(taps.shape[-1], m)):
-                is_same = (text[:, lag:] == text[:, :-lag])[:, None, :, None]  # (B or 1, 1, m - lag, 1)
-                earlier = (u[:, :, :-lag] * taps[..., lag]).masked_fill(~is_same, 0.0)
-                total = total + F.pad(earlier, (0, 0, lag, 0))
-            u = F.silu(total)
+            u = F.silu(convolve_texts(u, self.conv.unflatten(0, (self.heads, -1)), begins, padding))
         return F.normalize(u, dim=-1)
 
 

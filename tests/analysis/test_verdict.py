@@ -39,7 +39,7 @@ EXPECTED = dict.fromkeys("alibi type1 type2 window kerple_power lm_infinite stre
 EXPECTED |= dict.fromkeys(
     "nope sinusoidal learned rope xpos longrope clex inv_n inv_nlnn sandwich t5_bias fire tisa tupe complex bipe "
     "self_extend rerope leaky_rerope dual_chunk string shaw huang music transformer_xl deberta cope "
-    "abacus coupled".split(),
+    "abacus coupled selective_rope grape_m".split(),
     DIVERGES,
 )
 EXPECTED |= {"floater": UNDECIDED, "dape": DEPENDS, "selective": DEPENDS, "stick_breaking": DEPENDS}

@@ -50,6 +50,7 @@ CALLS = [
     ("music", {"n": 3, "m": 35} | ONE),  # with more vectors than keys
     ("deberta:max_distance=9", {"n": 37} | ONE),  # products of queries and of keys
     ("deberta:max_distance=9,null_logit=learned", padded(5, 21) | {"heads": 1}),
+    ("selective_rope", padded(5, 21) | {"heads": 1}),  # other queries and keys, and no bias
     ("transformer_xl", {"n": 33} | ONE),  # products of queries with as many vectors as keys, and numbers of keys
 ]
 

@@ -196,6 +196,9 @@ WRONG = {
     ("Mine.score_product returned (2, 4, 11, 11), expected a ScoreProduct", 3): hook(
         "Encoding", PRODUCT, "return q @ k.mT"
     ),
+    ("Mine.score_product returns a VectorProduct exactly if has_vector_product is True", 3): hook(
+        "Encoding", PRODUCT, "return VectorProduct(q, k)"
+    ),
     ("Mine.score_product gives other products after prepare_blocks: ", 3): product(
         "def __init__(self, scale=1.0):",
         "    self.scale = scale",
