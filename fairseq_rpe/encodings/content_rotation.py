@@ -51,7 +51,7 @@ class ContentRotation(Encoding):
         return torch.as_tensor(self.config.base, device=device, dtype=torch.float64) ** (-s / self.pairs)
 
     def angles(self, features: Tensor, begins: Tensor, padding: Tensor | None) -> Tensor:
-        """Return the angles (B, H, m, P) of m tokens, in radians and in float64.
+        """Return the angles (B, H or 1, m, P) of m tokens, in radians and in float64.
 
         Args:
             features: (B, H, m, E) of ``token_features``.
@@ -73,13 +73,13 @@ class ContentRotation(Encoding):
         assert features is not None
         # in float64 within one turn: float32 would round the sum over a long text
         angles = self.angles(features, repeated_positions(pos), padding).remainder(2 * math.pi).to(k.dtype)
-        cos, sin = angles.cos(), angles.sin()  # (B, H, m, P)
+        cos, sin = angles.cos(), angles.sin()  # (B, H or 1, m, P)
         n = q.shape[2]
         return VectorProduct(_rotate(q, cos[:, :, -n:], sin[:, :, -n:]), _rotate(k, cos, sin))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (s, s + P) of x (B, H, n, 2P) by angles with these cosines and sines (B, H, n, P)."""
+    """Rotate the pairs (s, s + P) of x (B, H, n, 2P) by angles with these cosines and sines (B, H or 1, n, P)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
@@ -198,8 +198,9 @@ class GrapeMultiplicative(ContentRotation):
         return wide_linear(self.project, x).transpose(1, 2)[..., None].expand(-1, self.heads, -1, -1)
 
     def angles(self, features: Tensor, begins: Tensor, padding: Tensor | None) -> Tensor:
-        """Return the angles (B, H, m, P) of m tokens, in radians and in float64."""
-        phase = (features.double() / self._TEMPERATURE).sigmoid()  # (B, H, m, 1)
+        """Return the angles (B, H or 1, m, P) of m tokens, in radians and in float64."""
+        features = features if self.config.per_head else features[:, :1]  # all heads have the same
+        phase = (features.double() / self._TEMPERATURE).sigmoid()  # (B, H or 1, m, 1)
         if padding is not None:
             phase = phase.masked_fill(padding[:, None, :, None], 0.0)
         return (phase.cumsum(2) - phase) * self.frequencies(phase.device)
