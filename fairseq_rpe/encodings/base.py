@@ -25,7 +25,7 @@ FAMILIES = {
     "bias of the distance": "adds a function of the distance to each attention score",
     "bias of both positions": "adds a function of the positions of query and key",
     "bias that depends on the content": "adds to scores, or changes scores by, what queries, keys or tokens decide",
-    "rotation of queries and keys (RoPE)": "rotates pairs of elements by an angle of the position",
+    "rotation of queries and keys (RoPE)": "rotates pairs of elements by an angle of the position or of the tokens",
     "RoPE on longer texts, without training": "remaps relative positions to those seen in training",
     "segments": "encodes positions within and between segments of the text",
     "vectors at the input": "adds a vector, or multiplies by a phase, before or in the layers",

@@ -25,7 +25,7 @@ class ContentRotation(Encoding):
     key by those of its own. Scores depend on differences of angles, which do not change if a text is moved.
     """
 
-    family = "bias that depends on the content"
+    family = "rotation of queries and keys (RoPE)"
     sharing_modes = ("layer", "model")
     position_type = "none"
     bounded_reason = "rotated queries and keys of bounded norm have bounded scores"
