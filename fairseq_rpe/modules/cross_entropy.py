@@ -7,7 +7,6 @@ because torch's does not accumulate the gradient of bfloat16 weights in float32.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,37 +15,27 @@ from torch.nn import functional as F
 from fairseq_rpe.attention.double_backward import differentiable_gradients
 from fairseq_rpe.attention.toeplitz_attention import LOG2E
 
-CHUNK = 256  # tokens per chunk of logits (CHUNK, V) in training
+CHUNK = 256  # tokens of a chunk of logits (CHUNK, V) in training
+CHUNK_ELEMENTS = 1 << 21  # logits of a chunk where CHUNK tokens have fewer
 # tokens (per thread on a CPU) and vocabulary entries of a tile: the size of a core's cache, and 128 MiB on a GPU
 TILES = {"cpu": (128, 1024), "cuda": (2048, 16384)}
 
 
-class _TileLosses(NamedTuple):
-    """Losses of n tokens and the terms of their softmax.
-
-    Attributes:
-        losses: (n, 1) in nats.
-        powers: (n, columns) exp(logit - maximum) of the last tile; with a single tile, those of all logits.
-        total: (n, 1) sum of the powers of all tiles.
-        slopes: (n, columns) derivatives of the last tile's capped logits with respect to the logits; None without cap.
-    """
-
-    losses: Tensor
-    powers: Tensor
-    total: Tensor
-    slopes: Tensor | None = None
+def _cap(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Return the capped logits and their derivatives with respect to the logits; without a softcap, those and None."""
+    if not softcap:
+        return logits, None
+    ratio = torch.tanh(logits / softcap)
+    return softcap * ratio, 1 - ratio.square()
 
 
-def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int, softcap: float = 0.0) -> _TileLosses:
-    """Compute the losses of n tokens by an online softmax over tiles of ``columns`` vocabulary entries."""
-    slopes: Tensor | None = None
+def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int, softcap: float) -> Tensor:
+    """Return the losses (n,) of n tokens in nats, from an online softmax over ``columns`` vocabulary entries at once."""
     top = torch.full((len(x), 1), -torch.inf, device=x.device)
     total, target_logit = torch.zeros_like(top), torch.zeros_like(top)
     for start in range(0, len(weight), columns):
         logits = F.linear(x, weight[start : start + columns]).float()  # (n, columns)
-        if softcap:
-            ratio = torch.tanh(logits / softcap)
-            logits, slopes = softcap * ratio, 1 - ratio.square()
+        logits, _ = _cap(logits, softcap)
         index = target[:, None] - start
         inside = (index >= 0) & (index < logits.shape[1])
         target_logit = torch.where(inside, logits.gather(1, index.clamp(0, logits.shape[1] - 1)), target_logit)
@@ -57,7 +46,7 @@ def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int, softca
         powers = logits.exp_() if x.dtype == torch.float32 else logits.mul_(LOG2E).exp2_()
         total = total * (top - highest).exp() + powers.sum(-1, keepdim=True)
         top = highest  # (n, 1) maximum of the logits of all tiles so far
-    return _TileLosses(top - target_logit + total.log(), powers, total, slopes)
+    return (top - target_logit + total.log())[:, 0]
 
 
 @torch.no_grad()
@@ -77,7 +66,7 @@ def target_losses(x: Tensor, weight: Tensor, target: Tensor, softcap: float = 0.
     if x.device.type == "cpu":
         rows *= torch.get_num_threads()
     batches = zip(x.split(rows), target.split(rows), strict=True)
-    return torch.cat([_tile_losses(xb, weight, tb, columns, softcap).losses[:, 0] for xb, tb in batches])
+    return torch.cat([_tile_losses(xb, weight, tb, columns, softcap) for xb, tb in batches])
 
 
 def linear_cross_entropy(
@@ -131,24 +120,28 @@ class _LossSum(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=torch.float32)
         loss = x.new_zeros((), dtype=torch.float32)
         low_x, low_weight = x.to(dtype), weight.to(dtype)
-        for start in range(0, x.shape[0], CHUNK):
-            chunk = slice(start, start + CHUNK)
-            keep = (target[chunk] != ignore_index)[:, None]  # (chunk, 1)
-            # a single tile
-            losses, powers, total, slopes = _tile_losses(low_x[chunk], low_weight, target[chunk], len(weight), softcap)
-            loss += (losses * keep).sum()
-            # gradient of the loss with respect to the logits: softmax(logits), less 1 at the target
+        rows = max(CHUNK, CHUNK_ELEMENTS // len(weight))
+        for start in range(0, x.shape[0], rows):
+            chunk = slice(start, start + rows)
+            keep = (target[chunk] != ignore_index)[:, None]  # (rows, 1)
             label = target[chunk, None].where(keep, 0)
-            dlogits = powers.div_(total)  # (chunk, V)
-            dlogits.scatter_add_(1, label, -torch.ones_like(total))
+            logits, slopes = _cap(F.linear(low_x[chunk], low_weight).float(), softcap)  # (rows, V)
+            probability = logits.softmax(-1)
+            # ln Σ exp(logit) from the largest probability, which is at least 1/V
+            log_sum = logits.amax(-1, keepdim=True) - probability.amax(-1, keepdim=True).log()
+            loss += ((log_sum - logits.gather(1, label)) * keep).sum()
+            # gradient of the loss with respect to the logits: softmax(logits), less 1 at the target
+            dlogits = probability.scatter_add_(1, label, -torch.ones_like(log_sum))
             if slopes is not None:
                 dlogits.mul_(slopes)
-            dlogits = dlogits.mul_(keep).to(dtype)
-            dx[chunk] = dlogits @ low_weight
+            dlogits = dlogits.to(dtype)
+            # tokens without a loss are left out of both products, which is faster than out of (rows, V)
+            dx[chunk] = (dlogits @ low_weight) * keep
+            kept_x = low_x[chunk] * keep
             if dtype == dweight.dtype:
-                dweight.addmm_(dlogits.T, low_x[chunk])  # without a second (V, C) tensor
+                dweight.addmm_(dlogits.T, kept_x)  # without a second (V, C) tensor
             else:
-                dweight += dlogits.T @ low_x[chunk]
+                dweight += (dlogits.T @ kept_x).float()  # an addition of tensors of two dtypes takes ten times as long
         ctx.save_for_backward(dx, dweight.to(weight.dtype), x, weight, target)
         ctx.settings = ignore_index, dtype, softcap
         return loss
