@@ -40,6 +40,7 @@ OUT = Path(__file__).parent / "results"
 ROWS = {
     "tiny-64": ("tiny", 64, 16, 4096),
     "tiny-512": ("tiny", 512, 4, 4096),
+    "small-512": ("small", 512, 4, 4096),
     "tiny-64-50k": ("tiny", 64, 16, 50265),
     "tiny-512-50k": ("tiny", 512, 4, 50265),
     "wiki103-512": ("wiki103", 512, 4, 50265),

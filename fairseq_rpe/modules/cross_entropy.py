@@ -120,21 +120,25 @@ class _LossSum(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=torch.float32)
         loss = x.new_zeros((), dtype=torch.float32)
         low_x, low_weight = x.to(dtype), weight.to(dtype)
-        rows = max(CHUNK, CHUNK_ELEMENTS // len(weight))
+        rows = min(len(x), max(CHUNK, CHUNK_ELEMENTS // len(weight)))
+        # all chunks use the same memory: new memory takes longer to write
+        logits_of_chunk, probability_of_chunk = x.new_empty((2, rows, len(weight)), dtype=torch.float32)
         for start in range(0, x.shape[0], rows):
             chunk = slice(start, start + rows)
             keep = (target[chunk] != ignore_index)[:, None]  # (rows, 1)
             label = target[chunk, None].where(keep, 0)
-            logits, slopes = _cap(F.linear(low_x[chunk], low_weight).float(), softcap)  # (rows, V)
-            probability = logits.softmax(-1)
+            low_logits = F.linear(low_x[chunk], low_weight)  # (rows, V), fewer rows in the last chunk
+            count = len(low_logits)
+            logits, slopes = _cap(logits_of_chunk[:count].copy_(low_logits), softcap)
+            probability = torch.softmax(logits, -1, out=probability_of_chunk[:count])
             # ln Σ exp(logit) from the largest probability, which is at least 1/V
             log_sum = logits.amax(-1, keepdim=True) - probability.amax(-1, keepdim=True).log()
             loss += ((log_sum - logits.gather(1, label)) * keep).sum()
             # gradient of the loss with respect to the logits: softmax(logits), less 1 at the target
-            dlogits = probability.scatter_add_(1, label, -torch.ones_like(log_sum))
+            probability.scatter_add_(1, label, -torch.ones_like(log_sum))
             if slopes is not None:
-                dlogits.mul_(slopes)
-            dlogits = dlogits.to(dtype)
+                probability.mul_(slopes)
+            dlogits = low_logits.copy_(probability)
             # tokens without a loss are left out of both products, which is faster than out of (rows, V)
             dx[chunk] = (dlogits @ low_weight) * keep
             kept_x = low_x[chunk] * keep
