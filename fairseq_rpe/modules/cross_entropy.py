@@ -69,6 +69,16 @@ def target_losses(x: Tensor, weight: Tensor, target: Tensor, softcap: float = 0.
     return torch.cat([_tile_losses(xb, weight, tb, columns, softcap) for xb, tb in batches])
 
 
+def count_chunk_rows(tokens: int, vocabulary: int) -> int:
+    """Return the number of tokens whose logits the loss computes at once, except in float32 without a softcap.
+
+    Args:
+        tokens: tokens of the batch.
+        vocabulary: V.
+    """
+    return min(tokens, max(CHUNK, CHUNK_ELEMENTS // vocabulary))
+
+
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduce: bool = True, softcap: float = 0.0
 ) -> Tensor:
@@ -120,7 +130,7 @@ class _LossSum(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=torch.float32)
         loss = x.new_zeros((), dtype=torch.float32)
         low_x, low_weight = x.to(dtype), weight.to(dtype)
-        rows = min(len(x), max(CHUNK, CHUNK_ELEMENTS // len(weight)))
+        rows = count_chunk_rows(len(x), len(weight))
         # all chunks use the same memory: new memory takes longer to write
         logits_of_chunk, probability_of_chunk = x.new_empty((2, rows, len(weight)), dtype=torch.float32)
         for start in range(0, x.shape[0], rows):

@@ -16,7 +16,7 @@ from fairseq_rpe.decoder.config import DecoderConfig
 from fairseq_rpe.decoder.costs import ParameterCounts, layer_linears, layer_weights
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.encodings.model import LayerEncodings
-from fairseq_rpe.modules.cross_entropy import CHUNK
+from fairseq_rpe.modules.cross_entropy import CHUNK, count_chunk_rows
 
 FREE_SHARE = 0.1  # share of a device's memory that its context and the fragmentation of its allocator take
 ANSWER_TOKENS = 64  # assumed tokens of the answer to a question, whose logits a fine-tuning keeps
@@ -194,9 +194,10 @@ def activation_bytes(config: DecoderConfig, encodings: LayerEncodings, load: Wor
 def loss_bytes(config: DecoderConfig, load: Workload) -> int:
     """Return the bytes of the loss: the gradient of the output projection, and logits.
 
-    A text computes its logits in chunks: 4·V·C for the gradient in float32, and two tensors of a chunk. With bf16 there
-    are copies of the output projection and of its gradient, and a third tensor. Answers keep their logits,
-    log-probabilities, predictions and gradients.
+    A text computes its logits in chunks: 4·V·C for the gradient in float32, and two tensors of a chunk in float32. With
+    bf16 the chunks may be larger, and there are a third tensor in bfloat16, copies of the output projection and of its
+    gradient in bfloat16, and the gradient of a chunk in float32. Answers keep their logits, log-probabilities,
+    predictions and gradients.
 
     Args:
         config: sizes and blocks of the decoder.
@@ -206,8 +207,11 @@ def loss_bytes(config: DecoderConfig, load: Workload) -> int:
     is_float = compute_bytes(config) == FLOAT
     if load.logit_tokens is not None:
         return 4 * FLOAT * load.rows * load.logit_tokens * vocabulary
-    tables, chunks = (FLOAT, 2) if is_float else (FLOAT + 2 * compute_bytes(config), 3)
-    return vocabulary * (tables * width + chunks * FLOAT * min(CHUNK, load.rows * load.tokens))
+    tokens = load.rows * load.tokens
+    if is_float:
+        return vocabulary * FLOAT * (width + 2 * min(CHUNK, tokens))
+    tables = 2 * FLOAT + 2 * compute_bytes(config)
+    return vocabulary * (tables * width + (2 * FLOAT + compute_bytes(config)) * count_chunk_rows(tokens, vocabulary))
 
 
 def bias_bytes(config: DecoderConfig, encodings: LayerEncodings, tokens: int) -> int:
