@@ -83,7 +83,7 @@ def test_links_and_pictures_are_there():
 
 
 def test_every_page_is_reached_from_the_readme():
-    linked = set(re.findall(r"\]\(docs/([a-z-]+\.md)\)", prose(ROOT / "README.md")))
+    linked = set(re.findall(r"\]\(docs/([a-z0-9-]+\.md)\)", prose(ROOT / "README.md")))
     assert {path.name for path in PAGES if path.parent == ROOT / "docs"} <= linked
 
 
