@@ -351,8 +351,8 @@ def with_score_product(
 ) -> tuple[Tensor, Tensor, AttentionPlan]:
     """Return queries, keys and plan with the product that replaces q·k; store the key state.
 
-    A plain product of other queries and keys takes the place of ``q`` and ``k``, in their dtype, and needs nothing of
-    the plan. The arguments are those of :func:`with_content_bias`.
+    The queries and keys of a :class:`VectorProduct` replace ``q`` and ``k``, in their dtype, and the plan then has no
+    product. The arguments are those of :func:`with_content_bias`.
     """
     if plan.score_product is None:
         return q, k, plan

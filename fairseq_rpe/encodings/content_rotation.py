@@ -1,4 +1,4 @@
-"""Rotations of queries and keys whose angles are sums over the tokens of the text, each token adding its own angle."""
+"""Rotations of queries and keys by angles to which each token of the text adds an angle of its own."""
 
 import math
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ContentRotation(Encoding):
     has_vector_product = True
 
     def setup(self) -> None:
-        """Compute the number of pairs P, ``pairs``, and the frequencies θ (P,), ``frequencies``.
+        """Set ``pairs``, the number of pairs P.
 
         Raises:
             UserError: heads have an odd number of elements.

@@ -30,7 +30,7 @@ def _cap(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
 
 
 def _tile_losses(x: Tensor, weight: Tensor, target: Tensor, columns: int, softcap: float) -> Tensor:
-    """Return the losses (n,) of n tokens in nats, from an online softmax over ``columns`` vocabulary entries at once."""
+    """Return the losses (n,) of n tokens in nats, from an online softmax over tiles of ``columns`` symbols."""
     top = torch.full((len(x), 1), -torch.inf, device=x.device)
     total, target_logit = torch.zeros_like(top), torch.zeros_like(top)
     for start in range(0, len(weight), columns):
@@ -76,7 +76,7 @@ def count_chunk_rows(tokens: int, vocabulary: int) -> int:
         tokens: tokens of the batch.
         vocabulary: V.
     """
-    return min(tokens, max(CHUNK, CHUNK_ELEMENTS // vocabulary))
+    return min(max(1, tokens), max(CHUNK, CHUNK_ELEMENTS // vocabulary))
 
 
 def linear_cross_entropy(
