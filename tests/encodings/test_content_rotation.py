@@ -8,7 +8,7 @@ import torch
 from numeric import check_padding, exact, lively, softmax, turned, vectors
 from refusal import refused
 
-from fairseq_rpe import RelativeAttention, attend
+from fairseq_rpe import attend
 from fairseq_rpe.attention import choose_backend
 from fairseq_rpe.encodings import build
 
@@ -130,31 +130,9 @@ def test_first_and_second_derivatives(spec):
     assert all(gradient.abs().max() > 1e-6 for gradient in gradients)
 
 
-@pytest.mark.parametrize("spec", [SELECTIVE[2], GRAPE[1], "selective_rope:local=5", "grape_m:block=6"])
-def test_cache_in_any_steps(spec):
-    layer = RelativeAttention(8, 2, lively(spec, 2, 4)).double().eval()
-    (x,) = vectors(2, 17, 8, count=1)
-    with torch.no_grad():
-        expected = layer(x)
-        for steps in ([17], [1] * 17, [5, 1, 1, 7, 3]):
-            cache = layer.new_cache()
-            got = torch.cat([layer(part, cache) for part in x.split(steps, dim=1)], dim=1)
-            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
-
-
 @pytest.mark.parametrize("spec", ["selective_rope:offset=true", "grape_m"])
 def test_padding(spec):
     check_padding(spec, "1111111111111", "0001111111111", "1101111011101")
-
-
-@pytest.mark.parametrize("spec", ["selective_rope", "grape_m"])
-def test_documents_share_a_row(spec):
-    encoding = lively(spec, 2, 4)
-    (q, k, v), (x,) = vectors(1, 2, 12, 4), vectors(1, 12, 8, count=1, seed=1)
-    documents = torch.tensor([[0] * 5 + [1] * 7])
-    together = attend(q, k, v, encoding, features=encoding.token_features(x), documents=documents)
-    alone = attend(*(t[:, :, 5:] for t in (q, k, v)), encoding, features=encoding.token_features(x[:, 5:]))
-    torch.testing.assert_close(together[:, :, 5:], alone)
 
 
 @pytest.mark.parametrize("spec", ["selective_rope", "grape_m"])
@@ -163,14 +141,6 @@ def test_bfloat16_rounds_vectors_and_output(spec):
     features = encoding.token_features(vectors(1, 90, 16, count=1, dtype=torch.bfloat16, seed=1)[0])
     expected = attend(*(t.double() for t in (q, k, v)), encoding, features=features.double(), backend="reference")
     torch.testing.assert_close(attend(q, k, v, encoding, features=features).double(), expected, rtol=2**-6, atol=2**-6)
-
-
-def test_grouped_keys_equal_repeated_ones():
-    encoding, (q, k, v) = lively("selective_rope", 4, 4), vectors(1, 4, 9, 4)
-    features = encoding.token_features(vectors(1, 9, 16, count=1, seed=1)[0])
-    k, v = k[:, :2], v[:, :2]
-    expected = attend(q, *(t.repeat_interleave(2, 1) for t in (k, v)), encoding, features=features)
-    torch.testing.assert_close(attend(q, k, v, encoding, features=features), expected)
 
 
 def test_all_backends_serve_a_product_of_vectors():

@@ -1,4 +1,7 @@
-"""Encodings that replace q·k: equations in numpy, published values, chunks and blocks against the definition."""
+"""Encodings that replace q·k: equations in numpy, published values, chunks and blocks against the definition.
+
+Caches, documents and shared keys are tested here for encodings of test_content_rotation, too.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,16 @@ def test_first_and_second_derivatives(spec, small_blocks):
     assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
 
 
-@pytest.mark.parametrize("spec", ["path:gate=forget", "path:conv=5,rank=0", "path:block=6", "wall:local=3"])
+CACHED = ["path:gate=forget", "path:conv=5,rank=0", "path:block=6", "wall:local=3"]
+CACHED += [
+    "selective_rope:offset=true,gate=true,conv=7",
+    "selective_rope:local=5",
+    "grape_m:per_head=true",
+    "grape_m:block=6",
+]
+
+
+@pytest.mark.parametrize("spec", CACHED)
 def test_cache_in_any_steps(spec, small_blocks):
     layer = RelativeAttention(8, 2, lively(spec, 2, 4)).double().eval()
     (x,) = vectors(2, 17, 8, count=1)
@@ -219,8 +231,9 @@ def test_padding(spec):
     check_padding(spec, "1111111111111", "0001111111111")
 
 
-def test_documents_share_a_row():
-    encoding = lively("path", 2, 4)
+@pytest.mark.parametrize("spec", ["path", "selective_rope", "grape_m"])
+def test_documents_share_a_row(spec):
+    encoding = lively(spec, 2, 4)
     (q, k, v), (x,) = vectors(1, 2, 12, 4), vectors(1, 12, 8, count=1, seed=1)
     documents = torch.tensor([[0] * 5 + [1] * 7])
     together = attend(q, k, v, encoding, features=encoding.token_features(x), documents=documents)
@@ -237,8 +250,9 @@ def test_bfloat16_rounds_the_output_alone(spec):
     torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=2**-8)
 
 
-def test_grouped_keys_equal_repeated_ones():
-    encoding, (q, k, v) = lively("path", 4, 4), vectors(1, 4, 9, 4)
+@pytest.mark.parametrize("spec", ["path", "selective_rope"])
+def test_grouped_keys_equal_repeated_ones(spec):
+    encoding, (q, k, v) = lively(spec, 4, 4), vectors(1, 4, 9, 4)
     features = encoding.token_features(vectors(1, 9, 16, count=1, seed=1)[0])
     k, v = k[:, :2], v[:, :2]
     expected = attend(q, *(t.repeat_interleave(2, 1) for t in (k, v)), encoding, features=features)
