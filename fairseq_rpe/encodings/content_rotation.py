@@ -206,7 +206,7 @@ class GrapeMultiplicative(ContentRotation):
         return (phase.cumsum(2) - phase) * self.frequencies(phase.device)
 
     def logged_scalars(self) -> dict[str, Tensor]:
-        """Return ω of each head for an input of 0, and the wavelengths 2π/θ in radians of the sum of phases."""
+        """Return ω of each head for an input of 0, and for each pair 2π/θ, the sum of phases of a full rotation."""
         bias = self.project.bias.detach()
         wavelengths = 2 * math.pi / self.frequencies(bias.device).detach()
         pairs = {f"wavelength_pair{s}": wavelengths[s] for s in range(self.pairs)}

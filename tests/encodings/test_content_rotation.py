@@ -117,16 +117,10 @@ def test_long_texts_keep_their_angles():
 
 
 @pytest.mark.parametrize("spec", [SELECTIVE[2], GRAPE[1]])
-def test_first_and_second_derivatives(spec):
-    encoding = lively(spec, 1, 4)
-    tensors = [x.requires_grad_() for x in (*vectors(1, 1, 6, 4), *vectors(1, 6, 4, count=1, seed=1))]
-
-    def call(q, k, v, x):
-        return attend(q, k, v, encoding, features=encoding.token_features(x), backend="sdpa")
-
-    assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
-    assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
-    gradients = torch.autograd.grad(call(*tensors).square().sum(), list(encoding.parameters()))
+def test_every_parameter_has_a_gradient(spec):
+    encoding, (q, k, v) = lively(spec, 1, 4), vectors(1, 1, 6, 4)
+    features = encoding.token_features(vectors(1, 6, 4, count=1, seed=1)[0])
+    gradients = torch.autograd.grad(attend(q, k, v, encoding, features=features).square().sum(), encoding.parameters())
     assert all(gradient.abs().max() > 1e-6 for gradient in gradients)
 
 

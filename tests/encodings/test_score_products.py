@@ -1,6 +1,6 @@
 """Encodings that replace q·k: equations in numpy, published values, chunks and blocks against the definition.
 
-Caches, documents and shared keys are tested here for encodings of test_content_rotation, too.
+Derivatives, caches, documents and shared keys are tested here for encodings of test_content_rotation, too.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def test_gradients_of_blocks(spec, n, small_blocks):
         torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("spec", ["path:gate=forget", "wall"])
+@pytest.mark.parametrize("spec", ["path:gate=forget", "wall", "selective_rope:offset=true,gate=true", "grape_m"])
 def test_first_and_second_derivatives(spec, small_blocks):
     encoding = lively(spec, 1, 2)
     tensors = [x.requires_grad_() for x in (*vectors(1, 1, 6, 2), *vectors(1, 6, 2, count=1, seed=1))]
