@@ -39,6 +39,7 @@ GOOD = {
     "erf": "erf {good} {data}",
     "key-tokens": "key-tokens {good} {data} --short-context 32 --out {here}/k.json",
     "context-use": "context-use {good} {data}",
+    "position-profile": "position-profile {good} {data}",
     "eval-task": "eval-task {good}",
     "verdict": "verdict alibi",
     "learned": "verdict --checkpoint {good}",
@@ -118,20 +119,20 @@ CASES = r"""
 +formula --csv {zoo}/folder  -> --csv folder is a folder: name a file
 +fire-fit --figure {zoo}/folder  -> --figure folder is a folder: name a file
 +fire-fit --figure {zoo}/new.gif  -> use the ending .png or .pdf
-+sliding|context-use|erf|trf|figures|drawn|sensitivity|bench|sweep --out {zoo}/text  -> --out text: text is a file, not a folder
++sliding|context-use|position-profile|erf|trf|figures|drawn|sensitivity|bench|sweep --out {zoo}/text  -> --out text: text is a file, not a folder
 +prepare|stdlib --out {zoo}/text  -> --out text: text is a file, not a folder: name another one
 +train --out {zoo}/text  -> --out text: text is a file, not a folder
 +train --tensorboard {zoo}/text  -> --tensorboard text: text is a file, not a folder
 +train --out {data}  -> is a data folder (it has dict.txt): name another one
 +train --out {zoo}/foreign  -> no run.json
-+sweep|figures|drawn|trf|erf|sliding|context-use|bench|sensitivity --out {data}  -> is a data folder (it has dict.txt): name another one
++sweep|figures|drawn|trf|erf|sliding|context-use|position-profile|bench|sensitivity --out {data}  -> is a data folder (it has dict.txt): name another one
 +sweep --out {zoo}/sweep_empty  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
 +prepare --out {here}  -> is the current folder or one above it
 +train --out {zoo}/sweep  -> is the folder of a sweep (it has sweep.json)
 +sweep --out {zoo}/sweep/runs/alibi-seed1  -> is the folder of a run (it has
 +prepare --out {zoo}/texts  -> texts is not empty and was not made by this command: move it or give
 # modules of the user
-+eval|sliding|key-tokens|context-use|erf|verdict|fire-fit|bias|list|report|figures|bench|train|sweep --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0)
++eval|sliding|key-tokens|context-use|position-profile|erf|verdict|fire-fit|bias|list|report|figures|bench|train|sweep --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0)
 +list --rpe-module {zoo}/absent.py  -> --rpe-module absent.py does not exist: name a Python file
 +list --rpe-module {zoo}/folder  -> --rpe-module folder is not a file: name a Python file
 +list --rpe-module {zoo}/binary.py  -> --rpe-module binary.py: SyntaxError: source code string cannot contain
@@ -150,7 +151,7 @@ eval {good} {zoo}/pipe_corpus.json --lengths 64  -> pipe_corpus.json/corpus.json
 erf {good} {zoo}/absent  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 train {zoo}/absent --rpe alibi --out {here}/r  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 sweep {zoo}/absent --encodings alibi --out {here}/s --lengths 64  -> data folder absent does not exist
-+eval|sliding|key-tokens|context-use|sweep --split exam  -> data has no exam.idx: it is not a binarised data folder with
++eval|sliding|key-tokens|context-use|position-profile|sweep --split exam  -> data has no exam.idx: it is not a binarised data folder with
 # specs
 +eval|key-tokens|train --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: abacus, alibi
 verdict|trf|fire-fit|bias|figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)

@@ -77,6 +77,9 @@ COMMANDS = {
     "passkey": Command(_EVALUATION, "passkey", "draw how often a model of text finds a pass key, by length and depth"),
     "sliding": Command(_EVALUATION, "sliding", "compare sliding-window with non-overlapping evaluation"),
     "erf": Command(_EVALUATION, "erf", "measure the empirical receptive field of checkpoints"),
+    "position-profile": Command(
+        _EVALUATION, "position_profile", "measure the loss, and the attention to distant keys, by position"
+    ),
     "needle-attention": Command(
         _EVALUATION, "needle_attention", "draw which heads of a checkpoint attend to the needle of an example"
     ),

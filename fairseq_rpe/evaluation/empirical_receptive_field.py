@@ -166,16 +166,32 @@ class AttentionMassProbe:
     def record_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         """Add a block of queries of one layer, with all keys that they see.
 
-        Weights without a softmax, or with a null logit, are divided by their sum, so that a row sums to 1. A query
-        without any weight counts as one that sees itself alone.
+        See :func:`normalised_weights` for what counts as a weight.
         """
-        weights = attention_weights(q, k, plan)
-        if plan.null_logit is not None or plan.returns_log_weights:
-            n, m = weights.shape[2:]
-            itself = torch.eye(m, dtype=weights.dtype, device=weights.device)[m - n :]
-            total = weights.sum(-1, keepdim=True)
-            weights = torch.where(total > 0, weights / total, itself)
-        self.layers[layer].add(weights)
+        self.layers[layer].add(normalised_weights(q, k, plan))
+
+
+def normalised_weights(q: Tensor, k: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return attention weights whose rows sum to 1, for any encoding.
+
+    Weights without a softmax, or with a null logit, are divided by their sum. A query without any weight counts as one
+    that sees itself alone.
+
+    Args:
+        q: (B, H, n, D) queries, the last n of m tokens.
+        k: (B, G, m, D) keys.
+        plan: plan of these queries.
+
+    Returns:
+        (B, H, n, m) weights.
+    """
+    weights = attention_weights(q, k, plan)
+    if plan.null_logit is None and not plan.returns_log_weights:
+        return weights
+    n, m = weights.shape[2:]
+    itself = torch.eye(m, dtype=weights.dtype, device=weights.device)[m - n :]
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, itself)
 
 
 Probe = TypeVar("Probe", bound=AttentionMassProbe)
@@ -361,8 +377,7 @@ def run_probe(
     model, task = load_model(checkpoint.path, request, request.data)
     total = corpus.count_tokens(request.data, request.split)
     stream = read_stream(request.data, request.split, task.source_dictionary, total)
-    # of the total // length blocks of the text, evenly spaced ones
-    starts = torch.arange(request.blocks) * (total // length) // request.blocks * length
+    starts = spread_blocks(total, length, request.blocks)
     inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])  # (blocks, length)
     device = next(model.parameters()).device
     bar = Progress(checkpoint.label, "blocks", request.blocks)
@@ -375,6 +390,11 @@ def run_probe(
         if layer.rows != expected:
             raise UserError(f"{checkpoint.path}: {layer.rows} of {expected} rows were measured: report this as a bug")
     return model.decoder, probe
+
+
+def spread_blocks(total: int, length: int, blocks: int) -> Tensor:
+    """Return the first tokens, (blocks,) int64, of evenly spaced blocks among the total // length blocks of a text."""
+    return torch.arange(blocks) * (total // length) // blocks * length
 
 
 def _csv(

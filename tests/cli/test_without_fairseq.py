@@ -40,6 +40,7 @@ NEEDING = [
     "sliding checkpoints/checkpoint_last.pt data",
     "key-tokens checkpoints/checkpoint_last.pt data --short-context 8 --out keys.json",
     "context-use checkpoints/checkpoint_last.pt data --lengths 8",
+    "position-profile checkpoints/checkpoint_last.pt data --length 8",
     "longrope-search checkpoints/checkpoint_last.pt data --tokens 128",
     "eval-task checkpoints/checkpoint_last.pt",
     "needle-attention checkpoints/checkpoint_last.pt",

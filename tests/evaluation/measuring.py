@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import refusal as refusals
 import torch
 from conftest import make_model, run_here
 
+from fairseq_rpe.attention.reference import reference
 from fairseq_rpe.data.folder import write_index
 
 EOS, PAD = 2, 1
@@ -41,6 +43,23 @@ def make_sensitive(task, rpe: str, **changes):
     for weight in model.decoder.layers.parameters():
         weight.mul_(3)
     return model
+
+
+@torch.no_grad()
+def seen_by(model, blocks, dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each layer's weights (B, H, n, n), what the reference returns for unit vectors, and its values (B, H, n, D)."""
+    found, inner = [], model.decoder.attend
+
+    def attend(q, k, v, plan, dropout=0.0):
+        units = torch.eye(k.shape[2], dtype=dtype).expand(*k.shape[:3], k.shape[2])
+        weights = reference(q.to(dtype), k.to(dtype), units, replace(plan, relative_values=None))
+        found.append((weights.double(), v.double()))
+        return inner(q, k, v, plan, dropout)
+
+    model.decoder.attend = attend
+    model(blocks)
+    model.decoder.attend = inner
+    return found
 
 
 def write_text(folder: Path, dictionary: Path, documents: Sequence[Sequence[Sequence[int]]]) -> Path:

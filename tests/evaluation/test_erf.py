@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 
 import pytest
 import torch
 from conftest import VOCABULARY, make_model, run_here
-from measuring import make_sensitive, refusal
+from measuring import make_sensitive, refusal, seen_by
 from torch.nn import functional as F
 
 from fairseq_rpe.analysis.empirical_receptive_field import (
@@ -18,7 +17,6 @@ from fairseq_rpe.analysis.empirical_receptive_field import (
     truncation_errors,
     window_sizes,
 )
-from fairseq_rpe.attention.reference import reference
 from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation import empirical_receptive_field
 from fairseq_rpe.evaluation.empirical_receptive_field import (
@@ -44,23 +42,6 @@ def field_of(model, blocks) -> AttentionMassProbe:
         for block in blocks.split(2):
             model(block)
     return field
-
-
-@torch.no_grad()
-def seen_by(model, blocks, dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each layer's weights (B, H, n, n), what the reference returns for unit vectors, and its values (B, H, n, D)."""
-    found, inner = [], model.decoder.attend
-
-    def attend(q, k, v, plan, dropout=0.0):
-        units = torch.eye(k.shape[2], dtype=dtype).expand(*k.shape[:3], k.shape[2])
-        weights = reference(q.to(dtype), k.to(dtype), units, replace(plan, relative_values=None))
-        found.append((weights.double(), v.double()))
-        return inner(q, k, v, plan, dropout)
-
-    model.decoder.attend = attend
-    model(blocks)
-    model.decoder.attend = inner
-    return found
 
 
 SPECS = [

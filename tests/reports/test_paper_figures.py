@@ -265,7 +265,7 @@ def test_every_command_that_draws_takes_a_width():
         if "--width" in options and options["--width"].dest == "figure_width":
             taken.add(command)
     expected = {"figures", "report", "extend", "sliding", "erf", "trf", "sensitivity", "bench", "fire-fit"}
-    assert taken == {*expected, "context-use", "needle-attention", "passkey"}
+    assert taken == {*expected, "context-use", "needle-attention", "passkey", "position-profile"}
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "{f}/rope.pt {f}/data --short-context 8 --length 16 --alpha 0 --beta -99 --device cpu --out {o}/k.json",
     ),
     "context-use": ("{f}/alibi.pt {f}/data --lengths 16 --device cpu --out {o}/c",),
+    "position-profile": ("{f}/alibi.pt {f}/data --length 16 --blocks 2 --device cpu --out {o}/p",),
     "longrope-search": (
         "{f}/rope.pt {f}/data --tokens 32 --population 4 --iterations 1 --samples 1 --device cpu --out {o}/l.jsonl",
     ),
