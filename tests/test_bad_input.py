@@ -158,6 +158,7 @@ verdict|trf|fire-fit|bias|figures typ1  -> unknown encoding 'typ1' (did you mean
 +sweep --encodings typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 +eval|train --rpe ''  -> --rpe: is empty: write name or name:key=value,key=value
 bias window:window=99999999999999999999999  -> option 'window' of 'window' must be at most 1000000000, not
+bias xpos:gamma=1e308  -> option 'gamma' of 'xpos' must be at most 1e+06, not
 bias t5_bias:buckets=1000000  -> option 'buckets' of 't5_bias' must be at most 65536
 bias fire:hidden_width=9  -> 'fire' has no option 'hidden_width' (did you mean 'hidden'?); its
 +eval|sliding|key-tokens|context-use --positions-eval wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape

@@ -32,7 +32,7 @@ class XPos(Rotary):
 
         base: float = option(10000.0, "b in θ_s = b^(-2s/d)", above=1)
         scale_base: float = option(512.0, "S, tokens over which pair s decays by ζ_s", above=0)
-        gamma: float = option(0.4, "γ in ζ_s = (2s + γd) / ((1 + γ)d); a larger one decays less", above=0)
+        gamma: float = option(0.4, "γ in ζ_s = (2s + γd) / ((1 + γ)d); a larger one decays less", above=0, maximum=1e6)
         decay: float | None = option(
             None,
             "γ of the survey's Eq. 15: all pairs decay by γ per token of distance; none: the paper's ζ_s",
