@@ -15,7 +15,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``position-profile``."""
     parser.description = (
         "By position in long blocks of real text: the loss, the norm of the outputs of attention, and the part of the "
-        "attention on keys that are as far back as the training length or farther."
+        "attention to keys that are as far back as the training length or farther."
     )
     add_checkpoints_options(parser)
     about = "tokens per block (default: 4 × the training length, or as many as fit)"

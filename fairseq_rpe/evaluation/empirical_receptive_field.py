@@ -166,7 +166,7 @@ class AttentionMassProbe:
     def record_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         """Add a block of queries of one layer, with all keys that they see.
 
-        See :func:`normalised_weights` for what counts as a weight.
+        The weights of each query sum to 1, see :func:`normalised_weights`.
         """
         self.layers[layer].add(normalised_weights(q, k, plan))
 

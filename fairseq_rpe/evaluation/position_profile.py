@@ -1,7 +1,7 @@
 """Loss, size of attention outputs, and attention to distant keys, by the position in a block of text.
 
-A model that extrapolates has a loss that falls or stays constant after the training length. If it rises, the columns of
-the attention show in which layers and heads outputs change there.
+The loss of a model that extrapolates falls or stays constant beyond the training length. If the loss rises, the norms
+and the attention of each layer and head show which of them change there.
 """
 
 import math

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from fairseq_rpe.figures.heat_maps import add_colour_bar, colour_norm, draw_map, exceeds_line_limit, map_panels
 from fairseq_rpe.figures.style import (
+    ERROR_BAR,
     TICK,
     Look,
     add_legend_of,
@@ -22,7 +23,6 @@ from fairseq_rpe.figures.style import (
     set_title,
 )
 
-_ERRORS = 1.96  # standard errors on either side of a mean: 95 % of a normal distribution
 _DISTANCE = "last occurrence, tokens back"
 
 
@@ -73,7 +73,7 @@ def draw_context_use(curves: Mapping[str, Mapping[str, Sequence[LossAtDistance]]
             axes.set_ylabel("loss (bits per token)")
     hide_unused(all_axes, len(curves))
     if any(point.error for point in points):
-        set_figure_title(figure, "bars: ±1.96 standard errors", TICK)
+        set_figure_title(figure, f"bars: ±{ERROR_BAR} standard errors", TICK)
     most = max(curves.values(), key=len)
     add_legend_of(figure, all_axes[list(curves.values()).index(most)])
     return figure
@@ -86,7 +86,7 @@ def _draw_line(axes: Axes, line: Sequence[LossAtDistance], new_at: int, label: s
     options: dict[str, Any] = {**look.plot_options(), "elinewidth": 1, "capsize": 2.5, "linewidth": 1.3}
     for points, name in ((repeated, label), (new, "_new")):
         x = [point.distance or new_at for point in points]
-        errors = [_ERRORS * point.error for point in points]
+        errors = [ERROR_BAR * point.error for point in points]
         axes.errorbar(x, [point.loss for point in points], errors, **options, label=name)
 
 

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from fairseq_rpe.figures.heat_maps import add_colour_bar, colour_norm, draw_map, exceeds_line_limit, map_panels
 from fairseq_rpe.figures.style import (
+    ERROR_BAR,
     TICK,
     Look,
     add_legend_of,
@@ -20,7 +21,6 @@ from fairseq_rpe.figures.style import (
     set_title,
 )
 
-_ERRORS = 1.96  # standard errors on either side of a mean: 95 % of a normal distribution
 _POSITION = "position in the text (tokens)"
 _MOST_TICKS = 6
 
@@ -77,7 +77,7 @@ def draw_position_profile(curves: Mapping[str, ProfileCurves]) -> Figure:
         for length in lengths:
             mark_training(axes, length, named=not number)
     if any(error for curve in curves.values() for error in curve.errors):
-        set_figure_title(figure, "bars: ±1.96 standard errors of the loss", TICK)
+        set_figure_title(figure, f"bars: ±{ERROR_BAR} standard errors of the loss", TICK)
     add_legend_of(figure, all_axes[0])
     return figure
 
@@ -88,7 +88,7 @@ def _draw_curve(axes: Axes, curve: ProfileCurves, panel: int, label: str, look: 
     if panel:
         axes.plot(curve.positions, curve.values()[panel], **options, label=label)
         return
-    errors = [_ERRORS * error for error in curve.errors]
+    errors = [ERROR_BAR * error for error in curve.errors]
     axes.errorbar(curve.positions, curve.losses, errors, **options, elinewidth=1, capsize=2.5, label=label)
 
 

@@ -40,6 +40,7 @@ _LEGEND_OPTIONS: dict[str, Any] = {"frameon": False, "fontsize": "small", "handl
 _MAX_TICKS = 64  # of an axis; more would overlap
 COLUMN, PAGE = 4.8, 7.2  # widths in inches; letters are still legible if these are printed 3.4 and 6.9 inches wide
 TITLE, NAME, TICK = 9.0, 9.0, 8.0  # font sizes in points: titles, axis labels, tick labels
+ERROR_BAR = 1.96  # standard errors on either side of a mean: 95 % of a normal distribution
 LINE_LABEL = 8.0  # points
 _LINE_SPACING = 1.2  # of labels at line ends, relative to their font size
 _LABEL_DISTANCE = 20.0  # points from the panel to the labels at line ends
