@@ -41,6 +41,26 @@ def intermediate_files(folder: Path) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
+def keep_weights(checkpoint: Path, updates: int) -> None:
+    """Write the weights of a checkpoint to the file of :func:`intermediate_path` in its folder, atomically.
+
+    Args:
+        checkpoint: A checkpoint of the training.
+        updates: Its number of updates.
+
+    Raises:
+        UserError: The checkpoint cannot be read.
+    """
+    import torch  # slow, and not needed to check a file
+
+    state, _ = read_file(checkpoint)
+    path = intermediate_path(checkpoint.parent, updates)
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    torch.save({key: value for key, value in state.items() if key != "last_optimizer_state"}, temporary)
+    temporary.replace(path)
+
+
 def check_file(path: Path) -> None:
     """Check that a file is an intact file of ``torch.save``, by its zip directory and the checksums of all parts.
 

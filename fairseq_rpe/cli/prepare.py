@@ -20,6 +20,7 @@ from fairseq_rpe.data.prepare_options import (
     download_gpt2_vocabulary,
     preset_options,
 )
+from fairseq_rpe.data.splits import EmptySplit
 from fairseq_rpe.utils.output_checks import check_output_folder
 
 _IDEMPOTENT = (
@@ -143,7 +144,12 @@ def _tokenizer(text: str) -> str | Path:
 def run_stdlib(args: argparse.Namespace) -> None:
     """Run ``prepare-stdlib``."""
     options = preset_options(CORPORA["stdlib"], [args.source] if args.source else [], args.out.parent)
-    _prepare(args, {"out": args.out, **options})
+    try:
+        _prepare(args, {"out": args.out, **options})
+    except EmptySplit:
+        raise UserError(
+            f"--source {args.source} has too few files for three splits: name a folder with more of them"
+        ) from None
 
 
 def run(args: argparse.Namespace) -> None:
@@ -192,6 +198,10 @@ def _prepare(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any
             raise UserError("--sample-bytes is for a vocabulary that bpe learns here: leave it out")
         # the usual vocabulary size of a corpus is that of its bpe
         settings["vocab_size"] = args.vocab_size
+    if args.vocab_from and args.tokenizer:
+        raise UserError("--vocab-from also gives the tokenizer: leave --tokenizer out")
+    if args.split_by == "part" and args.seed is not None:
+        raise UserError("--seed has no effect with --split-by part: leave it out")
     if settings.get("tokenizer") == "gpt2" and not (settings.get("gpt2") or settings.get("vocab_from")):
         settings["gpt2"] = download_gpt2_vocabulary(settings["out"].parent / "downloads" / "gpt2")
     return prepare_corpus(PrepareOptions(**settings))

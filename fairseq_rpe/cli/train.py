@@ -196,6 +196,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if (folder := CheckpointFolder(config.out)).finished_digest(plan):
         folder.check_intermediate(config.keep_at or (), plan.updates, "--keep-at")
+        folder.record_intermediate(config.keep_at or ())
         print(f"{config.out} already holds the finished run of {plan.updates} updates")
         return
     from fairseq_rpe.runs import train

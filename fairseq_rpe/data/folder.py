@@ -224,13 +224,15 @@ def check_documents(folder: Path, *splits: str) -> None:
     options = manifest.get("options", {})
     if manifest and ("tokenizer" not in manifest or not options.get("boundaries", True)):
         raise UserError(
-            f"{folder} was prepared without document boundaries: prepare it again without --no-boundaries, or use "
-            "--blocks stream"
+            f"{folder} was prepared without document boundaries: use --blocks stream without --separate-documents, or "
+            "prepare its text with 'fairseq-rpe prepare', without --no-boundaries"
         )
     for split in splits:
         if (not manifest or options.get("rows_are_lines")) and len(document_ends(folder, split)) < 2:
             why = "its rows are lines of one document" if manifest else "no blank line separates two of them"
-            raise UserError(f"{folder}/{split} has no document boundaries ({why}): use --blocks stream")
+            raise UserError(
+                f"{folder}/{split} has no document boundaries ({why}): use --blocks stream without --separate-documents"
+            )
 
 
 def document_ends_if_recorded(folder: Path, split: str) -> np.ndarray | None:

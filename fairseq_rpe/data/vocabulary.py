@@ -37,12 +37,12 @@ _PADDING = 8  # the size of a fairseq dictionary is a multiple of it
 class BpeLearner:
     """Learns ``spm.model``, a byte-exact sentencepiece BPE, from pieces of the text that are sampled by their hash.
 
-    The sample depends on the text only. When the sample exceeds ``sample_bytes`` characters, the limit for hashes is
-    halved.
+    The sample depends on the text only. When the sample exceeds ``sample_bytes`` bytes of UTF-8, the limit for hashes
+    is halved.
 
     Args:
         vocab_size: Symbols of the dictionary, special symbols included.
-        sample_bytes: Most characters of the sample; None takes the whole text, in whole lines.
+        sample_bytes: Most bytes of the sample in UTF-8; None takes the whole text, in whole lines.
     """
 
     def __init__(self, vocab_size: int, sample_bytes: int | None) -> None:
@@ -50,16 +50,17 @@ class BpeLearner:
         self._max_size = sys.maxsize if sample_bytes is None else sample_bytes
         self._piece_size = sys.maxsize if sample_bytes is None else _SAMPLE_CHARACTERS
         self._hash_limit = 1 << 64
-        self._sample: list[tuple[int, str]] = []  # hash and text of each piece
-        self._size = 0  # characters of the sample
+        self._sample: list[tuple[int, bytes]] = []  # hash and text of each piece
+        self._size = 0  # bytes of the sample
 
     def read(self, blocks: Iterable[str]) -> None:
         """Read a document."""
         for piece in split_pieces(blocks, self._piece_size):
-            piece_hash = int.from_bytes(hashlib.blake2b(piece.text.encode(), digest_size=8).digest(), "big")
+            text = piece.text.encode()
+            piece_hash = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
             if piece_hash < self._hash_limit:
-                self._sample.append((piece_hash, piece.text))
-                self._size += len(piece.text)
+                self._sample.append((piece_hash, text))
+                self._size += len(text)
             while self._size > self._max_size:
                 self._hash_limit //= 2
                 self._sample = [(number, text) for number, text in self._sample if number < self._hash_limit]
@@ -67,7 +68,9 @@ class BpeLearner:
 
     def write(self, folder: Path) -> None:
         """Learn the vocabulary and write ``spm.model`` and ``dict.txt``."""
-        model = train_tokenizer((line for _, text in self._sample for line in text.split("\n")), self._vocab_size)
+        model = train_tokenizer(
+            (line for _, text in self._sample for line in text.decode().split("\n")), self._vocab_size
+        )
         (folder / "spm.model").write_bytes(model)
         write_dictionary(folder / "dict.txt", Tokenizer(model).symbols)
 

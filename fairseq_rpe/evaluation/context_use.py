@@ -34,6 +34,7 @@ class ContextUseKey:
         checkpoint: digest of the checkpoint.
         data: digest of the corpus.
         split: name of the scored split.
+        module: digest of the file of ``--rpe-module``, which may define the checkpoint's encoding.
         positions: position transform in place of the checkpoint's.
         blocks: stream, or document if blocks do not cross documents.
         length: tokens of a block.
@@ -42,6 +43,7 @@ class ContextUseKey:
     checkpoint: str
     data: str
     split: str
+    module: str | None = None
     positions: str | None = None
     blocks: Blocks
     length: Count

@@ -271,6 +271,7 @@ class GenerationKey:
         options: options of the generation.
         checkpoint: digest of the checkpoint.
         rpe: encoding in place of the checkpoint's.
+        module: digest of the file of ``--rpe-module``, which may define the encoding.
         positions: position transform in place of the checkpoint's.
         compute_dtype: dtype in place of the checkpoint's.
     """
@@ -282,6 +283,7 @@ class GenerationKey:
     options: ResolvedOptions
     checkpoint: str
     rpe: str | None = None
+    module: str | None = None
     positions: str | None = None
     compute_dtype: str | None = None
 

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -292,6 +292,11 @@ class KeyTokenResult(KeyTokenKey, Result):
     short_context: Count
     train_length: Count | None = None
     seconds: float | None = None
+
+    @classmethod
+    def is_stored_in(cls, row: Mapping[str, object]) -> bool:
+        """Whether a row is a result on key tokens."""
+        return "key_tokens" in row
 
     @property
     def has_enough_tokens(self) -> bool:

@@ -63,6 +63,7 @@ class PasskeyKey:
     Attributes:
         checkpoint: digest of the checkpoint.
         rpe: encoding in place of the checkpoint's.
+        module: digest of the file of ``--rpe-module``, which may define the encoding.
         positions: position transform in place of the checkpoint's.
         filler: digest of the sentences of the filler.
         answer: generation or likelihood.
@@ -75,6 +76,7 @@ class PasskeyKey:
 
     checkpoint: str
     rpe: str | None = None
+    module: str | None = None
     positions: str | None = None
     filler: str
     answer: AnswerMode
@@ -172,6 +174,7 @@ def measure_passkeys(request: PasskeyRequest, out: Path, bar: Progress) -> Itera
     shared: dict[str, Any] = {
         "checkpoint": sha256_of_files(request.checkpoint),
         "rpe": request.rpe,
+        "module": request.module,
         "positions": request.positions_eval,
         "filler": hashlib.sha256("\n".join(prompts.sentences).encode()).hexdigest(),
         "answer": request.answer,

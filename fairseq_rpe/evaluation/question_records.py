@@ -45,6 +45,7 @@ class QuestionKey:
         length_penalty: exponent of the length normalisation; None without a beam.
         truncate: side at which a document that is too long is truncated.
         rpe: encoding in place of the checkpoint's.
+        module: digest of the file of ``--rpe-module``, which may define the encoding.
         positions: position transform in place of the checkpoint's.
         compute_dtype: dtype in place of the checkpoint's.
         draws: samples of random positions for each question.
@@ -61,6 +62,7 @@ class QuestionKey:
     length_penalty: float | None = None
     truncate: Truncate = "end"
     rpe: str | None = None
+    module: str | None = None
     positions: str | None = None
     compute_dtype: str | None = None
     draws: Count | None = None

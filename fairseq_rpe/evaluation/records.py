@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +46,11 @@ class EvalOverrides:
     device: str = "auto"
     rpe_module: Path | None = None
 
+    @property
+    def module(self) -> str | None:
+        """Digest of ``rpe_module``."""
+        return files.sha256_of_files(self.rpe_module) if self.rpe_module else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -58,6 +63,11 @@ class Result:
 
     key_type: ClassVar[type[Any]]
     encoding: str = ""
+
+    @classmethod
+    def is_stored_in(cls, row: Mapping[str, object]) -> bool:
+        """Whether a row of a file with several types of results may be one of this type."""
+        return True
 
     @property
     def key(self) -> Any:
@@ -81,6 +91,7 @@ class TextKey:
         data: digest of the corpus.
         split: name of the scored split.
         rpe: encoding in place of the checkpoint's.
+        module: digest of the file of ``--rpe-module``, which may define the encoding.
         positions: position transform in place of the checkpoint's.
         compute_dtype: dtype in place of the checkpoint's.
         attention_prune: threshold below which attention is skipped.
@@ -94,6 +105,7 @@ class TextKey:
     data: str = ""
     split: str
     rpe: str | None = None
+    module: str | None = None
     positions: str | None = None
     compute_dtype: str | None = None
     attention_prune: float | None = None
@@ -244,6 +256,11 @@ class TextResult(TextKey, Result):
     tokens_trained: Count | None = None
     segments: SegmentLosses | None = None
 
+    @classmethod
+    def is_stored_in(cls, row: Mapping[str, object]) -> bool:
+        """Whether a row is a perplexity of all tokens; a result on key tokens has all of its fields, too."""
+        return "key_tokens" not in row
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatchKey:
@@ -254,6 +271,7 @@ class ExactMatchKey:
         algorithm: spec of the task.
         split: name of the scored split.
         rpe: encoding in place of the checkpoint's.
+        module: digest of the file of ``--rpe-module``, which may define the encoding.
         positions: position transform in place of the checkpoint's.
         unit: unit of the interpolation ratio, items or tokens.
         draws: samples of random positions for each example.
@@ -265,6 +283,7 @@ class ExactMatchKey:
     algorithm: str
     split: str
     rpe: str | None = None
+    module: str | None = None
     positions: str | None = None
     unit: str = "items"
     draws: Count | None = None
@@ -422,7 +441,7 @@ def read_results(kind: type[ResultType], path: Path) -> list[ResultType]:
 @functools.lru_cache(maxsize=256)
 def _read_version(kind: type[ResultType], path: Path, version: tuple[int, ...]) -> list[ResultType]:
     """Read a file of results; ``version`` identifies its contents, and is only the key of the cache."""
-    return records.read_records(kind, path, "the result")
+    return records.read_records(kind, path, "the result", kind.is_stored_in)
 
 
 def resume_results(

@@ -52,6 +52,7 @@ class SlidingKey:
         checkpoint: digest of the checkpoint.
         data: digest of the corpus.
         split: name of the scored split.
+        module: digest of the file of ``--rpe-module``, which may define the checkpoint's encoding.
         positions: position transform in place of the checkpoint's.
         tokens: number of scored tokens.
         workers: number of processes that load windows.
@@ -66,6 +67,7 @@ class SlidingKey:
     checkpoint: str
     data: str
     split: str
+    module: str | None = None
     positions: str | None = None
     tokens: Count
     workers: int | None = None

@@ -226,6 +226,7 @@ class TextGenerator:
         shared: dict[str, Any] = {
             "checkpoint": files.sha256_of_files(self.request.checkpoint),
             "rpe": self.request.rpe,
+            "module": self.request.module,
             "positions": self.request.positions_eval,
             "compute_dtype": self.request.compute_dtype,
         }

@@ -77,8 +77,10 @@ class ClusteredScores:
         return statistics.difference_p_value(sums, np.zeros_like(sums), counts)
 
     def answers(self) -> np.ndarray | None:
-        """Return (examples,) bool, which examples are right; None if the scores are not one bit for each example."""
-        sums, counts = (np.concatenate(arrays) for arrays in zip(*self.strata, strict=True))
+        """Return which examples are right, (examples,) bool; None unless one stratum has a bit for each example."""
+        if len(self.strata) > 1:
+            return None
+        sums, counts = self.strata[0]
         return sums > 0 if (counts == 1).all() and ((sums == 0) | (sums == 1)).all() else None
 
     def _weighted(self) -> tuple[np.ndarray, np.ndarray]:
@@ -202,7 +204,7 @@ def accuracy_estimate(scores: ClusteredScores) -> Estimate:
     at most the number of clusters, so that the interval has a width above 0 even if all or no answers are right.
     """
     is_right = scores.answers()
-    if is_right is not None and len(scores.strata) == 1:
+    if is_right is not None:
         return statistics.wilson_interval(int(is_right.sum()), len(is_right))
     estimate = scores.estimate()
     share, error, examples = min(max(estimate.mean, 0.0), 1.0), estimate.standard_error, estimate.clusters
@@ -291,7 +293,8 @@ def ties_with_best(
 def paired_p_value(first: ClusteredScores, second: ClusteredScores) -> float:
     """Test whether two models differ on the same tokens or examples.
 
-    If the scores are one bit for each example, this is McNemar's test, else a test of the clustered differences.
+    If the scores are one bit for each example of a single stratum, this is McNemar's test, else a test of the clustered
+    differences. McNemar's test would weight a stratum by its number of examples, in contrast to the mean score.
     """
     a, b = first.answers(), second.answers()
     if a is not None and b is not None:

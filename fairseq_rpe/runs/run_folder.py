@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fairseq_rpe.checkpoints.checkpoint_file import intermediate_path
+from fairseq_rpe.checkpoints.checkpoint_file import intermediate_path, keep_weights
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.renamed import LAST_COMMIT_OF_OLD_LAYOUT
 from fairseq_rpe.runs.settings import RunSettings, TrainingPlan
@@ -231,7 +231,7 @@ class CheckpointFolder:
         Raises:
             UserError: the folder holds another run.
         """
-        record = self.read_record() if self.last.exists() else None
+        record = self.read_record() if any(self.path.glob("checkpoint*.pt")) else None
         if record is None:
             return None
         if setting := plan.settings.first_difference(record.settings):
@@ -240,7 +240,7 @@ class CheckpointFolder:
                 remedy = f"give --warmup {record.settings.warmup} to continue it, or {remedy}"
             difference = plan.settings.difference(record.settings)
             raise UserError(f"{self.path} holds another run ({difference}): {remedy}")
-        if record.finished.updates != plan.updates:
+        if record.finished.updates != plan.updates or not self.last.exists():
             return None
         digest = sha256_of_files(self.last)
         return digest if digest == record.finished.checkpoint else None
@@ -269,6 +269,8 @@ class CheckpointFolder:
     def check_intermediate(self, keep_at: Collection[int], done: int, option: str) -> None:
         """Check that the folder has the weights of all updates that a training has passed.
 
+        Weights of the update ``done`` itself are taken from the last checkpoint; see :meth:`keep_last`.
+
         Args:
             keep_at: numbers of updates.
             done: updates of the training so far.
@@ -283,15 +285,27 @@ class CheckpointFolder:
                 f"{missing[0]} out of {option}, or delete the folder to train again"
             )
 
+    def keep_last(self, keep_at: Collection[int], done: int) -> None:
+        """Keep the weights of the last checkpoint if they are to be kept and the folder does not have them.
+
+        Args:
+            keep_at: numbers of updates.
+            done: updates of the last checkpoint.
+        """
+        if done in keep_at and not self.intermediate_path(done).exists():
+            keep_weights(self.last, done)
+
     def record_intermediate(self, keep_at: Collection[int]) -> None:
         """Add the digests of kept weights to the record of a finished run, if it lacks them.
 
         A training records what ``--keep-at`` has kept; the record lacks checkpoints that fairseq has kept otherwise.
 
         Args:
-            keep_at: numbers of updates whose files exist.
+            keep_at: numbers of updates whose files exist, except for the last update, whose weights are kept now.
         """
         record = self.read_record()
+        if record is not None and record.finished.updates is not None:
+            self.keep_last(keep_at, record.finished.updates)
         recorded = record.finished.intermediate if record is not None else {}
         if missing := [updates for updates in keep_at if str(updates) not in recorded]:
             digests = {str(n): sha256_of_files(self.intermediate_path(n)) for n in sorted(missing)}

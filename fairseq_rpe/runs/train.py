@@ -91,6 +91,7 @@ def train(config: TrainingConfig, plan: TrainingPlan, node: Node) -> None:
     with exclusive_lock(folder.lock, f"another process is training in {folder.path}: wait for it or stop it") as held:
         done, is_new = _recover_updates(folder, plan), not folder.environment.exists()
         folder.check_intermediate(config.keep_at or (), done, "--keep-at")
+        folder.keep_last(config.keep_at or (), done)
         for updates, path in checkpoint_file.intermediate_files(folder.path).items():
             if updates > done:  # of updates that a killed process did after its last checkpoint; they are done again
                 path.unlink()

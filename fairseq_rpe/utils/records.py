@@ -89,21 +89,24 @@ def read_record(
         raise UserError(f"{error}" if strict else f"{error}: {remedy}") from None
 
 
-def read_records(kind: type[Record], path: Path, what: str) -> list[Record]:
+def read_records(
+    kind: type[Record], path: Path, what: str, accepts: Callable[[Mapping[str, object]], bool] = lambda row: True
+) -> list[Record]:
     """Read the records of a JSON-lines file that a program wrote; none if there is no such file.
 
     Args:
         kind: A dataclass.
         path: The file.
         what: Name of a record, for messages, such as "the result".
+        accepts: Returns whether a row is read; other rows are skipped.
 
     Returns:
-        A record per line, in order.
+        A record per accepted line, in order.
 
     Raises:
         UserError: A line is damaged or no such record; the message names the line.
     """
-    rows = enumerate(read_json_lines(path), start=1)
+    rows = [(n, row) for n, row in enumerate(read_json_lines(path), start=1) if accepts(row)]
     return [read_record(kind, row, f"{path} line {n}", what, strict=False, remedy=DELETE_LINE) for n, row in rows]
 
 

@@ -305,6 +305,8 @@ NO_EFFECT = [
     ("--seed ٣", "'٣' is not a whole number"),
     ("--tokenizer words --sample-bytes 200000", "--sample-bytes is for a vocabulary that bpe learns"),
     ("--vocab-from other --sample-bytes 200000", "--sample-bytes is for a vocabulary that bpe learns"),
+    ("--vocab-from other --tokenizer words", "--vocab-from also gives the tokenizer"),
+    ("--split-by part --seed 3", "--seed has no effect with --split-by part"),
 ]
 
 

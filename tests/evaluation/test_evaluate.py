@@ -491,6 +491,18 @@ def test_tokens_that_were_not_scored_are_refused(state, text, tmp_path, monkeypa
     assert "tokens were scored, so the result is not stored" in error and not out.exists()
 
 
+def test_a_changed_file_of_encodings_is_another_measurement(state, text, tmp_path):
+    file = tmp_path / "steps.py"
+    request = results.TextRequest(
+        checkpoint=checkpoint_with(state, tmp_path), data=text, lengths=[64], rpe="steps", rpe_module=file
+    )
+    keys = []
+    for source in ("SLOPE = 0.1", "SLOPE = 5.0", "SLOPE = 0.1"):
+        file.write_text(source)
+        keys += request.keys()
+    assert keys[0] == keys[2] != keys[1]
+
+
 def test_a_mistake_in_an_encoding_of_a_file_is_told_with_its_place(state, text, tmp_path):
     file = tmp_path / "my_encoding.py"
     lines = ["from fairseq_rpe.encodings import DistanceBias, register", "@register('test_wrong')"]

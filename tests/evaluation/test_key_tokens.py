@@ -214,6 +214,16 @@ def test_eval_scores_the_key_tokens_at_each_length(checkpoint, corpus, key_file,
         assert ("too few for a verdict" in shown) is has_note
 
 
+def test_results_on_key_tokens_and_on_all_tokens_share_a_file(checkpoint, corpus, key_file, tmp_path):
+    out = tmp_path / "results.jsonl"
+    text = ("eval", checkpoint, corpus, "--lengths", 32, "--out", out)
+    kinds = ("--key-tokens", key_file), ("--blocks", read_key_tokens(key_file).blocks)
+    for flags in (*kinds, *kinds):
+        rows_of(*text, *flags)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [("key_tokens" in row, "segments" in row) for row in rows] == [(True, False), (False, True)]
+
+
 def test_other_text_in_place_of_the_far_context_raises_the_loss_of_a_model_that_reads_it(
     reference, checkpoint, corpus, key_file
 ):

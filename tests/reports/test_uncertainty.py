@@ -154,6 +154,29 @@ def test_with_several_seeds_losses_are_averaged_and_differences_over_seeds_have_
     assert perplexities._seed_differences(perplexities_of(CURVES)) == []
 
 
+def test_a_method_without_a_value_at_a_length_is_not_called_the_lowest_there():
+    curves = {**CURVES, "learned": {64: DIFFICULTY + 2.0}}
+    [seeds] = perplexities._seed_differences(perplexities_of(curves, seeds=2))
+    cells = {row.name: [cell.text for cell in row.cells] for row in seeds.rows}
+    lowest = [[name for name, texts in cells.items() if texts[column] == "lowest"] for column in (0, 1)]
+    assert [len(names) for names in lowest] == [1, 1] and "learned" not in lowest[1]
+    assert cells["learned"][1] != "lowest" and cells["learned"][0] != cells["learned"][1]
+
+
+def test_accuracies_at_several_lengths_are_compared_with_the_weights_of_their_mean():
+    """A is right in 20 of 100 short examples where B is wrong, and B in 8 of 12 long ones where A is wrong."""
+    ones = np.ones
+    first = uncertainty.ClusteredScores(
+        ((np.r_[ones(60), np.zeros(40)], ones(100)), (np.zeros(12), ones(12))), "examples", "same"
+    )
+    second = uncertainty.ClusteredScores(
+        ((np.r_[ones(40), np.zeros(60)], ones(100)), (np.r_[ones(8), np.zeros(4)], ones(12))), "examples", "same"
+    )
+    difference = first.minus(second)
+    assert difference.estimate().high < 0  # B is better in the mean over lengths
+    assert uncertainty.paired_p_value(first, second) == difference.p_value()
+
+
 def test_holm_corrects_for_the_methods_of_a_column():
     effects = np.linspace(-1.0, 1.0, DOCUMENTS)
     scores = {f"m{i}": uncertainty.text_losses(text_result(64, DIFFICULTY + effects)) for i in range(30)}

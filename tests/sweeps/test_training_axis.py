@@ -85,6 +85,28 @@ def test_weights_that_a_training_did_not_keep_are_missing_in_one_line(corpus, tm
         assert "leave 1 out of --keep-at" in message
 
 
+@pytest.mark.parametrize("updates", ["2", "3"])
+def test_weights_of_the_last_update_so_far_are_taken_from_its_checkpoint(updates, corpus, tmp_path):
+    """The training is finished, or goes on."""
+    out = tmp_path / "run"
+    run_here("train", corpus, *TRAIN, "--out", out, "--updates", "2", *QUIET)
+    before = weights(out / "checkpoint_last.pt")
+    run_here("train", corpus, *TRAIN, "--out", out, "--updates", updates, "--keep-at", "2", *QUIET)
+    kept = weights(out / "intermediate/update_2.pt")
+    assert all(torch.equal(kept[name], value) for name, value in before.items())
+    assert set(CheckpointFolder(out).read_record().finished.intermediate) == {"2"}
+
+
+def test_another_run_is_refused_although_the_last_checkpoint_is_missing(corpus, tmp_path, capsys):
+    out = tmp_path / "run"
+    run_here("train", corpus, *TRAIN, "--out", out, "--updates", "2", *QUIET)
+    (out / "checkpoint_last.pt").rename(out / "checkpoint_1_2.pt")  # as after a kill while the copy is written
+    message = error_of(capsys, "train", corpus, *TRAIN, "--seed", "7", "--updates", "3", "--out", out, *QUIET)
+    assert "holds another run" in message and not (out / "checkpoint_last.pt").exists()
+    run_here("train", corpus, *TRAIN, "--updates", "3", "--out", out, *QUIET)
+    assert load_checkpoint(out / "checkpoint_last.pt").num_updates == 3
+
+
 def test_a_sweep_evaluates_the_checkpoints_of_one_training(swept):
     rows = table(swept / "training_axis.csv")
     assert [(row["updates"], row["length"]) for row in rows] == [(n, m) for n in "134" for m in ("32", "64")]

@@ -144,7 +144,11 @@ def _about_errors(errors: Mapping[str, Mapping[str, ClusteredScores | None]]) ->
         return ""
     text = f"±: half of the 95 % interval (Wilson; all lengths: {uncertainty.describe_clusters(scores)})."
     if len(errors) > 1:
-        test = "McNemar's test" if all(total.answers() is not None for total in scores) else "paired"
+        totals = [total for by_range in errors.values() for total in by_range.values() if total is not None]
+        has_bits = [total.answers() is not None for total in totals]
+        test = "McNemar's test" if any(has_bits) else "paired"
+        if len(set(has_bits)) > 1:
+            test += " at one length, else paired"
         text += (
             f" {uncertainty.TIE_MARK}: not shown to differ from the largest value of the column (the same examples, "
             f"{test}; Holm's correction for the methods of the column, p ≥ 0.05)."

@@ -343,16 +343,18 @@ def _seed_differences(perplexities: Perplexities) -> list[Block]:
     """
     lengths = dict.fromkeys((perplexities.train_length, perplexities.lengths[-1]))
     columns = {length: _seed_ratios(perplexities, length) for length in lengths}
-    seeds = max((ratio.clusters for column in columns.values() for ratio in column.values()), default=0)
+    seeds = max((ratio.clusters for column in columns.values() for ratio in column.ratios.values()), default=0)
     if seeds < 2:
         return []
     rows = []
     for name in perplexities.encodings:
         cells = []
         for column in columns.values():
-            ratio = column.get(name)
-            text = "lowest" if ratio is None else f"{2**ratio.mean:.3f} ({2**ratio.low:.3f} to {2**ratio.high:.3f})"
-            cells.append(text_cell(text) if column else text_cell(None))
+            ratio = column.ratios.get(name)
+            text = "lowest" if column.ratios and name == column.lowest else None
+            if ratio is not None:
+                text = f"{2**ratio.mean:.3f} ({2**ratio.low:.3f} to {2**ratio.high:.3f})"
+            cells.append(text_cell(text))
         rows.append(TableRow(name, cells))
     caption = (
         f"Perplexity divided by the lowest one of the column, geometric mean over {seeds} seeds, and its 95 % t "
@@ -362,8 +364,21 @@ def _seed_differences(perplexities: Perplexities) -> list[Block]:
     return [Table(caption, ["encoding", *(f"at {length}" for length in lengths)], rows)]
 
 
-def _seed_ratios(perplexities: Perplexities, length: int) -> dict[str, Estimate]:
-    """Return log2 of the ratio of each method's perplexity to the lowest one, over the seeds that both have."""
+class _SeedRatios(NamedTuple):
+    """Comparison of the methods at one length over seeds.
+
+    Attributes:
+        lowest: method with the lowest perplexity.
+        ratios: log2 of the ratio of a method's perplexity to the lowest one, over the seeds that both have; methods
+            that share fewer than two seeds with it are left out.
+    """
+
+    lowest: str
+    ratios: dict[str, Estimate]
+
+
+def _seed_ratios(perplexities: Perplexities, length: int) -> _SeedRatios:
+    """Compare the methods at one length over seeds."""
     by_seed = {
         name: {row.seed: row.result.ppl for row in perplexities.results_for(name) if row.result.length == length}
         for name in perplexities.encodings
@@ -375,7 +390,7 @@ def _seed_ratios(perplexities: Perplexities, length: int) -> dict[str, Estimate]
         shared = values.keys() & by_seed[best].keys()
         if name != best and len(shared) > 1:
             ratios[name] = mean_over_seeds([math.log2(values[seed] / by_seed[best][seed]) for seed in sorted(shared)])
-    return ratios
+    return _SeedRatios(best, ratios)
 
 
 def _mean_over_lengths(perplexities: Perplexities) -> list[Block]:
