@@ -215,6 +215,8 @@ prepare-corpus nothing  -> NAME: invalid choice: 'nothing' (choose from 'wikitex
 +eval --engine fairseq --attention-backend sdpa  -> --attention-backend needs --engine fast
 +eval --out {zoo}/bad_row.jsonl  -> bad_row.jsonl line 1: the result lacks checkpoint: delete that line or
 +erf --length 16 --blocks 2 --rows 17  -> --rows 17 is more than a block of 16 tokens
++erf --delta --quantised  -> --quantised does not go with --delta
++erf --delta --epsilon 0.1  -> --epsilon does not go with --delta
 +erf|verdict --epsilon 0  -> --epsilon 0 is not between 0 and 1: it is the part of the attention
 +erf --epsilon 0.1,0.1  -> --epsilon: '0.1,0.1' gives a number twice
 # verdict, trf, fire-fit, bias

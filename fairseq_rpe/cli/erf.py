@@ -4,12 +4,14 @@ import argparse
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_checkpoints_options, add_figure_width, add_latex, float_list, positive_int
+from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.utils.files import atomic_write
 from fairseq_rpe.utils.records import from_attributes
 from fairseq_rpe.utils.table import join_latex
 
 _FIELDS, _CURVES, _QUANTISED, _LATEX = "erf.csv", "erf_curve.csv", "erf_quantised.csv", "erf.tex"
 _PNG, _PDF = "erf.png", "erf.pdf"
+_EPSILONS = [0.5, 0.1, 0.01]  # without --epsilon
 _PAIR, _PAIR_PNG, _PAIR_PDF = (f"erf_trf.{end}" for end in ("csv", "png", "pdf"))  # the paper's Figures 5 and 6
 
 
@@ -29,9 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--epsilon",
         dest="epsilons",
         type=float_list,
-        default="0.5,0.1,0.01",
         metavar="X,X,...",
-        help="fraction ε of the attention outside the field (default: %(default)s)",
+        help="fraction ε of the attention outside the field (default: 0.5,0.1,0.01)",
     )
     about = "draw and write the paper's quantised curve instead: n / length at 50 values of ε"
     parser.add_argument("--quantised", action="store_true", help=about)
@@ -52,6 +53,10 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.figures import receptive_fields
     from fairseq_rpe.figures.style import figures_at_width, save
 
+    if args.delta and (args.quantised or args.epsilons):
+        option = "--quantised" if args.quantised else "--epsilon"
+        raise UserError(f"{option} does not go with --delta, which measures no receptive field: drop one of them")
+    args.epsilons = args.epsilons or _EPSILONS
     subjects = label_checkpoints(args.checkpoints, args.rpe_module)
     request = from_attributes(empirical_receptive_field.ReceptiveFieldRequest, args)
     length, rows = request.resolve_block_size(max(subject.train_length for subject in subjects))

@@ -198,9 +198,9 @@ def _prepare(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any
             raise UserError("--sample-bytes is for a vocabulary that bpe learns here: leave it out")
         # the usual vocabulary size of a corpus is that of its bpe
         settings["vocab_size"] = args.vocab_size
-    if args.vocab_from and args.tokenizer:
+    if "vocab_from" in stated and "tokenizer" in stated:
         raise UserError("--vocab-from also gives the tokenizer: leave --tokenizer out")
-    if args.split_by == "part" and args.seed is not None:
+    if stated.get("split_by") == "part" and "seed" in stated:
         raise UserError("--seed has no effect with --split-by part: leave it out")
     if settings.get("tokenizer") == "gpt2" and not (settings.get("gpt2") or settings.get("vocab_from")):
         settings["gpt2"] = download_gpt2_vocabulary(settings["out"].parent / "downloads" / "gpt2")

@@ -49,7 +49,7 @@ class TrainedRun:
     Attributes:
         name: name of the run folder.
         label: name of the method, for figures.
-        checkpoint: digest of the last checkpoint.
+        checkpoint: digest of the evaluated checkpoint, None if the training is not finished.
         starts: environment of each start of the training.
         log: values from the training log.
         results: results of all methods that share the run.
@@ -69,6 +69,7 @@ def load_runs(folder: SweepFolder, record: SweepRecord) -> list[TrainedRun]:
     In a sweep over questions, the runs of the pre-training on text come before the fine-tuned runs.
     """
     labelled = [(method.name, run) for _, method, _, run in planned_runs(folder, record)]
+    kinds = {run.name: record.question_config.checkpoint for _, run in labelled} if record.question_config else {}
     if record.fine_tuning is not None:
         fine_tuned = {run.name for _, run in labelled}
         pretrained = [name for name in record.commands if name not in fine_tuned]
@@ -78,7 +79,9 @@ def load_runs(folder: SweepFolder, record: SweepRecord) -> list[TrainedRun]:
         run_record = run.checkpoints.read_record()
         if run.name not in loaded and run_record is not None:
             result_type = sweep_kind(record.kind).result_type
-            loaded[run.name] = load_run(label, run, run.train_log, run_record.finished.checkpoint, result_type)
+            is_best, finished = kinds.get(run.name) == "best", run_record.finished
+            digest = finished.best if is_best else finished.checkpoint
+            loaded[run.name] = load_run(label, run, run.train_log, digest, result_type)
     return list(loaded.values())
 
 
@@ -89,7 +92,7 @@ def load_run(label: str, run: RunFolder, train_log: Path, checkpoint: str | None
         label: name of the run in figures.
         run: its folder.
         train_log: log of the training.
-        checkpoint: digest of the last checkpoint, None if the training is not finished.
+        checkpoint: digest of the evaluated checkpoint, None if the training is not finished.
         kind: record of one result.
 
     Returns:
