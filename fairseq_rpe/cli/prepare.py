@@ -147,6 +147,8 @@ def run_stdlib(args: argparse.Namespace) -> None:
     try:
         _prepare(args, {"out": args.out, **options})
     except EmptySplit:
+        if args.max_bytes or not args.source:  # the message then names --max-bytes
+            raise
         raise UserError(
             f"--source {args.source} has too few files for three splits: name a folder with more of them"
         ) from None
