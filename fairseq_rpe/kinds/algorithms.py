@@ -111,7 +111,7 @@ def _evaluations(sweep: Sweep, run: SweepRun, method: Method) -> list[Evaluation
     common = grid.common_arguments(run, method, lengths if sweep.lengths or skipped else ())
     command = grid.command_line("eval-task", str(run.folder.checkpoints.last), "--split", sweep.split)
     command += ["--predictions", str(run.folder.predictions), *common]
-    key = grid.method_key(ExactMatchKey, method, algorithm=run.config.algorithm, split=sweep.split)
+    key = grid.method_key(ExactMatchKey, method, run.config, algorithm=run.config.algorithm, split=sweep.split)
     depths = task.depths(sweep.split) or (None,)
     keys = tuple(replace(key, length=n, depth=depth) for n in lengths for depth in depths)
     passes = partial(_passes, keys)

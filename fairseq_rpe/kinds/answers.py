@@ -223,6 +223,7 @@ def _evaluation(sweep: Sweep, folder: QuestionFolder, run: SweepRun, method: Met
         split=sweep.split,
         rpe=method.rpe_eval,
         positions_eval=method.positions_eval,
+        rpe_module=run.config.rpe_module,
         **config.options,
     )
     words = grid.command_line("eval-questions", str(request.checkpoint), str(data), "--split", sweep.split)
@@ -231,13 +232,13 @@ def _evaluation(sweep: Sweep, folder: QuestionFolder, run: SweepRun, method: Met
     words += [word for key, value in changed.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     words += ["--predictions", str(run.folder.answers / method.name)]
     words += grid.common_arguments(run, method, lengths)
-    keys = request.keys_for_digest("") if data.is_dir() else _presumed_keys(request, method)
+    keys = request.keys_for_digest("") if data.is_dir() else _presumed_keys(request, method, run.config)
     return Evaluation(words, tuple(keys), partial(_passes, keys, data), data, skipped_lengths=skipped)
 
 
-def _presumed_keys(request: QuestionRequest, method: Method) -> list[QuestionKey]:
+def _presumed_keys(request: QuestionRequest, method: Method, config: TrainingConfig) -> list[QuestionKey]:
     """Return the keys of a folder that does not exist yet; without ``sets``, of one set with an empty name."""
-    key = grid.method_key(QuestionKey, method, data="", split=request.split, set="")
+    key = grid.method_key(QuestionKey, method, config, data="", split=request.split, set="")
     return [replace(key, set=name, length=n) for name in request.sets or ("",) for n in request.lengths]
 
 

@@ -144,7 +144,7 @@ def _evaluations(sweep: Sweep, texts: _Texts, run: SweepRun, method: Method) -> 
     lengths, skipped = grid.lengths_within_limit(limit, requested, method, "tokens")
     words = ["--split", sweep.split, *grid.common_arguments(run, method, lengths if sweep.lengths or skipped else ())]
     words += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
-    key = grid.method_key(TextKey, method, split=sweep.split)
+    key = grid.method_key(TextKey, method, run.config, split=sweep.split)
     evaluations = [
         Evaluation(
             grid.command_line("eval", str(run.folder.checkpoints.last), str(data), *words),

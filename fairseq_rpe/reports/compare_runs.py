@@ -222,8 +222,9 @@ def _of_one_model(path: Path, results: Sequence[ModelResult]) -> list[ModelResul
         checkpoints = len({settings[0] for settings in by_model})
         what = f"{checkpoints} checkpoints" if checkpoints > 1 else "one model with several encodings or positions"
         raise UserError(f"{path} has results of {what}: evaluate the model into a file of its own with --out")
-    # earlier versions drew random positions once; a later result with a draw for each block replaces such a result
-    return list({replace(result.key, draws=None): result for result in by_model[chosen[0]]}.values())
+    # earlier versions drew random positions once, and did not record the digest of a module; a later result with both
+    # replaces such a result
+    return list({replace(result.key, draws=None, module=None): result for result in by_model[chosen[0]]}.values())
 
 
 class _Pair(NamedTuple):

@@ -29,6 +29,7 @@ from fairseq_rpe.sweeps.recipes import batch_per_process
 from fairseq_rpe.sweeps.resolve import Sweep
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
 from fairseq_rpe.utils.child_processes import module_command
+from fairseq_rpe.utils.files import sha256_of_files
 
 TRAINING, EVALUATING = "training", "evaluating"
 Key = TypeVar("Key", TextKey, ExactMatchKey, QuestionKey)
@@ -336,17 +337,19 @@ def lengths_within_limit(limit: int | None, lengths: Sequence[int], method: Meth
     return [n for n in lengths if n not in beyond], message
 
 
-def method_key(kind: type[Key], method: Method, **values: Any) -> Key:
+def method_key(kind: type[Key], method: Method, config: TrainingConfig, **values: Any) -> Key:
     """Return the key of a result of a method at length 1; the digest of the checkpoint is empty.
 
     Args:
         kind: type of the key.
         method: method that is evaluated.
+        config: configuration of its training, whose module of encodings the evaluation loads, too.
         values: further fields of the key.
     """
     draws = records.default_draws(method.positions_eval)
+    module = sha256_of_files(config.rpe_module) if config.rpe_module else None
     settings: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval, "draws": draws}
-    return kind(checkpoint="", length=1, **settings, **values)
+    return kind(checkpoint="", length=1, module=module, **settings, **values)
 
 
 def common_arguments(run: SweepRun, method: Method, lengths: Sequence[int]) -> list[str]:
