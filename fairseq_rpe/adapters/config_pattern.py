@@ -56,11 +56,13 @@ class LayerConfig:
     def complete(self, spec: str) -> str:
         """Complete the options that a spec leaves open from the layer's rotation, and its scaling.
 
+        Options that the spec states stay in the text, even with their defaults, and replace those of the model.
+
         Raises:
             UserError: the spec is not valid, or drops a scaling that it does not name.
         """
         if self.rotation is None or not is_rotary(spec):
-            return normalise(spec)
+            return spec
         spec = complete_scaling(spec, self.rope_parameters, self.max_positions)
         full = complete_spec(spec, self.rotation, strict=False)
         stated, config = parse(full)[1], registry.resolve(full)[2]
@@ -68,7 +70,7 @@ class LayerConfig:
         is_open = has_temperature and "temperature_on" not in stated
         if is_open and self.rotation.values["rotary_fraction"] != 1:
             full += ",temperature_on=rotated"  # as transformers scales partial rotations
-        return normalise(full)
+        return full
 
     def replace_rotation(self, spec: str) -> str:
         """Return the spec of the layer with ``spec`` in place of its rotation; a layer without one stays as it is.
@@ -113,8 +115,8 @@ def resolve_pattern(spec: str, layers: Sequence[LayerConfig]) -> str:
             does.
     """
     if is_pattern(spec):
-        specs = parse_pattern(spec).map(normalise).expand(len(layers))
-        resolved = [layer.complete(layer_spec) for layer, layer_spec in zip(layers, specs, strict=True)]
+        specs = parse_pattern(spec).expand(len(layers))
+        resolved = [normalise(layer.complete(layer_spec)) for layer, layer_spec in zip(layers, specs, strict=True)]
     elif spec == OWN_PATTERN:
         resolved = [layer.replace_rotation("rope") for layer in layers]
     elif is_rotary(spec):
@@ -153,6 +155,9 @@ def read_layers(config: Any, count: int, rotation: nn.Module | None = None, head
                 rotated = 2 * _count_frequencies(rotation, layer_type)
             is_interleaved = config.model_type in _ROTATES_NEIGHBOURS
             model_rotation = _model_rotation(parameters, rotated, head_width, is_interleaved)
+        if getattr(config, "use_qk_norm", False) and parameters.get("rope_type") == "yarn":
+            # Llama 4 normalises rotated queries and keys, which removes the factor that YaRN multiplies them by
+            parameters = {**parameters, "attention_factor": 1.0}
         options = _attention_options(config, layer_type, rotates)
         attention = "nope" + (":" if options else "") + ",".join(f"{k}={format_value(v)}" for k, v in options.items())
         layers.append(LayerConfig(model_rotation, parameters, config.max_position_embeddings, attention))

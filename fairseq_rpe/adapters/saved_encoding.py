@@ -12,7 +12,7 @@ from fairseq_rpe.adapters.transformers import (  # first, because it checks that
     NAME,
     EncodingAdapter,
     base_model,
-    use_encoding,
+    replace_encoding,
 )
 
 # isort: split
@@ -46,7 +46,7 @@ def load_with_encoding(folder: Path | str, *, backend: str = "auto", **options: 
     if not isinstance(settings, dict):
         raise UserError(f"{path} was saved without an encoding: call use_encoding(model, SPEC) before save_pretrained")
     try:
-        use_encoding(model, settings.pop("encoding"), backend=backend, **settings)
+        replace_encoding(model, settings.pop("encoding"), backend=backend, is_complete=True, **settings)
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}/config.json has settings of an encoding that cannot be used ({error})") from None
     adapter = getattr(base_model(model), NAME)

@@ -98,6 +98,49 @@ def use_encoding(
     """
     if not isinstance(encoding, Encoding | str):
         raise UserError(f"encoding is a spec such as 'rope' or what build(...) returns, not {describe_value(encoding)}")
+    return replace_encoding(
+        model,
+        encoding,
+        length=length,
+        share=share,
+        positions=positions,
+        positions_train=positions_train,
+        seed=seed,
+        backend=backend,
+    )
+
+
+def replace_encoding(
+    model: PreTrainedModel,
+    encoding: Encoding | str,
+    *,
+    length: int | None,
+    share: str,
+    positions: str,
+    positions_train: str,
+    seed: int,
+    backend: str,
+    is_complete: bool = False,
+) -> PreTrainedModel:
+    """Replace the encoding of a model as :func:`use_encoding` does.
+
+    Args:
+        model: as in :func:`use_encoding`, like the following arguments.
+        encoding: spec, pattern or encoding.
+        length: training length in tokens, or None for that of the config.
+        share: model, layer or auto.
+        positions: position transform in evaluation.
+        positions_train: position transform in training.
+        seed: seed of random positions.
+        backend: attention backend.
+        is_complete: whether the spec is that of a saved model, which takes no option from the model's config.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: as :func:`use_encoding`.
+    """
     base, layers = _base_and_layers(model)
     _check_config(base.config)
     shape = _ModelShape.from_config(base.config, len(layers))
@@ -105,7 +148,7 @@ def use_encoding(
     if length is None:
         length = training_length(base.config, layer_configs)
     if isinstance(encoding, str):
-        spec = resolve_pattern(encoding, layer_configs)
+        spec = encoding if is_complete else resolve_pattern(encoding, layer_configs)
         try:
             encodings = _build_encodings(spec, share, shape, length)
         except UserError as error:
@@ -130,7 +173,7 @@ def use_encoding(
     _install(model, base, layers, adapter)
     base.config.fairseq_rpe = {  # for load_with_encoding
         "encoding": spec,
-        "length": length,
+        "length": length if isinstance(encoding, str) else encoding.length,
         "share": share if isinstance(encoding, str) else "model",
         "positions": positions,
         "positions_train": positions_train,

@@ -126,6 +126,8 @@ def build_plan(
     """
     options = encoding.attention_options
     with without_autocast(positions.k):
+        # of the tokens: the number of keys that a query sees does not depend on what the encoding makes of them
+        query_scale = None if encoding.query_scale is None else encoding.query_scale(positions)
         positions = encoding.prepare_positions(positions)
         if bias_cache is None:
             bias = encoding.attention_bias(positions)
@@ -133,7 +135,6 @@ def build_plan(
             bias = _cached_bias(encoding, positions, bias_cache)
         relative_values = encoding.relative_values(positions)
         rotate, rotation_regions = encoding.rotation(positions), encoding.rotation_regions(positions)
-        query_scale = None if encoding.query_scale is None else encoding.query_scale(positions)
     if options.block:
         last_query = _hide_other_blocks(positions, options.block, last_query)
     parameters: tuple[Tensor, ...] = ()

@@ -155,6 +155,8 @@ def _splits_documents(q: Tensor, plan: AttentionPlan, dropout: float) -> bool:
     of a row share one mask, so they are computed together.
     """
     bias, n = plan.bias, q.shape[2]
+    if n != plan.positions.k.shape[1]:  # slices of documents are the same for queries and keys
+        return False
     if q.device.type != "cpu" or dropout > 0 or plan.is_content_dependent or plan.prune or plan.padding is not None:
         return False
     if isinstance(bias, ScaledDistanceBias):

@@ -112,7 +112,8 @@ def validate_positions(positions: Tensor | Positions, encoding: Encoding, q: Ten
         checked = _check_positions(positions, q, m)
     else:
         checked = _positions_from_tensor(positions, q, m)
-    if encoding.position_type == "whole" and checked.step is None and not _are_whole(checked.k):
+    has_whole_steps = checked.step is not None and float(checked.step).is_integer()
+    if encoding.position_type == "whole" and not has_whole_steps and not _are_whole(checked.k):
         raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
     return checked
 

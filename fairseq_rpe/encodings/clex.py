@@ -141,10 +141,19 @@ class Clex(Rotary):
         """Solve the equation for these positions and return the function that rotates queries and keys."""
         # The equation is solved once per forward pass: a layer that is recomputed for its gradients must not solve it
         # again, and the graph is freed together with this closure.
-        angles = self.angles(pos.k, pos)  # (B or 1, m, P)
+        theta = self.inv_freq(current_length(pos))[:, None].to(pos.k.dtype)  # (B or 1, 1, P)
+        angles = pos.k[..., None] * theta  # (B or 1, m, P)
         keys = self._cos_sin_of_angles(angles, pos.k, pos, True)
         queries = self._cos_sin_of_angles(angles[:, -pos.q.shape[1] :], pos.q, pos, False)
-        return lambda x, at, pos, key=False: self._rotate_pairs(x, *(keys if key else queries))
+        queries_at, keys_at = pos.q, pos.k
+
+        def rotate(x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
+            if at is (keys_at if key else queries_at):
+                return self._rotate_pairs(x, *(keys if key else queries))
+            # some of the tokens, for example those in a window
+            return self._rotate_pairs(x, *self._cos_sin_of_angles(at[..., None] * theta, at, pos, key))
+
+        return rotate
 
 
 def _is_bounded(theta: Tensor) -> bool:

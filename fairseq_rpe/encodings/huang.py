@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fairseq_rpe.core.attention_options import AttentionOptions
 from fairseq_rpe.core.bias import Bias, KeyTableBias, QueryKeyTableBias, QueryTableBias, SumBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.positions import Positions
@@ -56,6 +57,13 @@ class Huang(Encoding):
             self.table = nn.Parameter(nn.init.xavier_uniform_(torch.empty(max_distance + 1, width)))
         else:
             self.table = nn.Parameter(torch.ones(max_distance + 1, 1 if self.config.method == 1 else width))
+
+    def _check_attention_options(self, options: AttentionOptions) -> None:
+        super()._check_attention_options(options)
+        if options.softcap and self.config.method != 4:
+            raise UserError(
+                f"'huang:method={self.config.method}' multiplies q·k, which softcap would cap before: leave it out"
+            )
 
     def content_bias(self, q: Tensor, k: Tensor, pos: Positions, features: Tensor | None) -> Bias:
         """Return what the method adds to q·k/sqrt(D) of queries (B, H, n, D) and keys (B, H, m, D)."""

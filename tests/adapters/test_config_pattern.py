@@ -24,6 +24,9 @@ from small_models import TYPES_OF_TEXT, adapter_of, assert_close, logits, random
 from small_models import text as random_text
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from fairseq_rpe.adapters.saved_encoding import load_with_encoding
+from fairseq_rpe.encodings import build
+
 WINDOW = 16
 SIZES = {"vocab_size": TYPES_OF_TEXT, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128}
@@ -287,6 +290,35 @@ def test_the_config_stays_and_is_saved(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert pattern_from_config(again.config) == CONFIGS["cohere2"][1]
     assert torch.equal(logits(use_encoding(again.eval(), "alibi"), text()), logits(own, text()))
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+STATED_DEFAULTS = [
+    ("llama", {"rope_parameters": LLAMA3}, "rope:base=10000,scaling=none", "rope"),
+    ("llama", {"rope_parameters": LLAMA3}, "2*rope:base=10000,scaling=none|2*nope", "2*rope|2*nope"),
+    ("mistral", {}, "rope:local=0", "rope"),
+    ("mistral", {}, "4*rope", "rope"),
+    ("cohere2", {}, "rope:interleaved=false", "3*rope:local=16|nope"),
+    ("llama", {}, build("rope:scaling=yarn,factor=4", 4, 32, length=16), "rope:scaling=yarn,factor=4"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "encoding", "pattern"), STATED_DEFAULTS)
+def test_options_that_equal_their_defaults_replace_those_of_the_model_and_stay_in_a_saved_one(
+    kind, changes, encoding, pattern, tmp_path
+):
+    model = use_encoding(make(kind, **changes), encoding)
+    assert adapter_of(model).spec == pattern
+    model.save_pretrained(tmp_path)
+    loaded = load_with_encoding(tmp_path)
+    assert adapter_of(loaded).spec == pattern
+    assert torch.equal(logits(loaded, text()), logits(model, text()))
+
+
+def test_yarn_of_a_model_that_normalises_rotated_queries_and_keys():
+    own = make("llama4_text", rope_parameters=YARN)
+    assert_close(logits(with_encoding(own), text()), logits(own, text()))
 
 
 def test_half_precision():

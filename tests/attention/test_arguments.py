@@ -198,6 +198,7 @@ ATTEND = [
         {"encoding": made("transformer_xl"), "positions": Positions(HALVES, HALVES, None, False)},
         ["TransformerXL accepts whole positions only"],
     ),
+    ({"encoding": made("shaw"), "positions": Positions(HALVES, HALVES, 0.5)}, ["Shaw accepts whole positions only"]),
     ({"causal": False}, ["attend is causal"]),
     ({"causal": None}, ["attend is causal"]),
     ({"v": X[..., :4]}, ["differ in more than q's tokens"]),

@@ -159,6 +159,14 @@ def test_sdpa_equals_the_reference(spec: str, n: int) -> None:
         )
 
 
+@pytest.mark.parametrize("spec", ["alibi:block=50", "rope:block=200", "alibi:block=50,softcap=3"])
+@pytest.mark.parametrize("new", [150, 254])
+def test_many_new_tokens_after_cached_ones_are_those_of_one_pass(spec: str, new: int) -> None:
+    q, k, v = torch.randn(3, 1, 4, 300, 8, generator=torch.Generator().manual_seed(0))
+    expected = attend(q, k, v, spec, backend="sdpa")[:, :, -new:]
+    torch.testing.assert_close(attend(q[:, :, -new:], k, v, spec, backend="sdpa"), expected)
+
+
 @pytest.mark.parametrize("spec", ["rope:local=70", "alibi:block=70,softcap=3,null_logit=learned"])
 def test_bfloat16(spec: str) -> None:
     for actual, expected in zip(
@@ -248,6 +256,7 @@ def test_key_heads_must_divide_heads() -> None:
         ("nope:query_scale_value=4", "has no query_scale_value"),
         ("nope:query_scale=llama4", "give query_scale_interval"),
         ("alibi:softcap=-1", "at least 0"),
+        ("huang:method=1,max_distance=20,softcap=1", "multiplies q·k"),
     ],
 )
 def test_refusals(spec: str, message: str) -> None:

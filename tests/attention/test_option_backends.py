@@ -155,7 +155,9 @@ def _decoded_specs() -> Iterator[str]:
                 yield whole
 
 
-@pytest.mark.parametrize("spec", [*_decoded_specs(), "nope:query_scale=ssmax,null_logit=learned,softcap=2"])
+@pytest.mark.parametrize(
+    "spec", [*_decoded_specs(), "clex:local=6", "nope:query_scale=ssmax,null_logit=learned,softcap=2"]
+)
 @torch.no_grad()
 def test_decoding_equals_one_pass(spec: str) -> None:
     """Keys out of sight are left out before they are rotated."""

@@ -48,6 +48,16 @@ def test_counters():
         np.testing.assert_array_equal(got[many >= 0].numpy(), expected[(many >= 0).numpy()])
 
 
+def test_the_scale_of_queries_counts_tokens_and_not_segments():
+    ids = torch.tensor([[5, 6, 4, 5, 6, 4, 5, 6]])
+    q, k, v = torch.randn(3, 1, 2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pos = at(ids)
+    scaled, plain = (build(f"bipe{options}", 2, 16, symbols=SYMBOLS) for options in (":query_scale=ssmax", ""))
+    factor = build("nope:query_scale=ssmax", 2, 16).query_scale(pos)
+    expected = attend(q * factor, k, v, plain, positions=pos)
+    torch.testing.assert_close(attend(q, k, v, scaled, positions=pos), expected)
+
+
 def test_names_of_symbols():
     assert segment_delimiter_ids(["</s>", "."], SYMBOLS) == [2, 4, 7, 8]
     assert segment_delimiter_ids(["b"], SYMBOLS) == [6]  # a word is itself alone
