@@ -366,11 +366,12 @@ def check_encodings(config: DecoderConfig, encodings: LayerEncodings) -> None:
         encodings: encodings of the layers.
 
     Raises:
-        UserError: an encoding computes a bias from queries or keys that QK-norm would change.
+        UserError: an encoding is defined by a bias of queries or keys that QK-norm would change.
     """
     for encoding in encodings:
-        if config.qk_norm != "none" and encoding.has_content_bias and not encoding.has_token_features:
+        reads_projections = encoding.has_content_bias and not encoding.has_token_features
+        if config.qk_norm != "none" and reads_projections and not encoding.reads_normalised:
             raise UserError(
-                f"--qk-norm {config.qk_norm}: {type(encoding).__name__} computes its bias from the queries and keys "
-                "before they are normalised: use --qk-norm none, or another encoding"
+                f"--qk-norm {config.qk_norm}: {type(encoding).__name__} is defined by a bias of queries and keys "
+                "that are not normalised: use --qk-norm none, or another encoding"
             )

@@ -38,6 +38,7 @@ class GrapeAdditive(Encoding):
     paper = "Zhang et al. 2025 (arXiv 2512.07805)"
     family = "bias that depends on the content"
     sharing_modes = ("layer", "model")
+    reads_normalised = True
     dependence = (
         "Σ exp(bias) is at most 1/(1 - exp(-ω·g)) where no gate of a text is below g > 0: it converges for queries and "
         "keys of bounded norm, at no rate that holds for all"

@@ -36,6 +36,7 @@ class EncodingInterface(nn.Module):
         returns_log_weights: whether the transformed scores are logarithms of attention weights, whose sum is at most 1:
             attention then exponentiates them without a softmax.
         has_vector_product: whether ``score_product`` returns a ``VectorProduct``, which every backend computes.
+        reads_normalised: whether ``content_bias`` is defined for queries and keys after QK-norm, too.
         rotated_width_factor: width of rotated queries and keys as a multiple of that of a head, D.
     """
 
@@ -45,6 +46,7 @@ class EncodingInterface(nn.Module):
     transforms_keys: bool = False
     has_vector_product: bool = False
     returns_log_weights: bool = False
+    reads_normalised: bool = False
     transform_scores: Callable[[Tensor, Tensor, Positions], Tensor] | None = None
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:

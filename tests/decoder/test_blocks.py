@@ -202,8 +202,21 @@ def test_what_is_refused(task, flags, message):
 
 @pytest.mark.parametrize("spec", ["shaw", "transformer_xl", "deberta", "music", "huang"])
 def test_normalised_queries_and_biases_that_read_queries(task, spec):
-    with refused("--qk-norm head: .* computes its bias from the queries and keys before they are normalised"):
+    with refused("--qk-norm head: .* is defined by a bias of queries and keys that are not normalised"):
         make_model(task, spec, qk_norm="head")
+
+
+def test_gates_of_normalised_keys_are_bounded(task):
+    """|û·k| of a key with a mean square of 1 is at most its norm sqrt(D)."""
+    model = make_model(task, "grape_a", qk_norm="head").eval()
+    keys = []
+    encoding = model.decoder.encodings[0]
+    plain = encoding.content_bias
+    encoding.content_bias = lambda q, k, pos, features: keys.append(k) or plain(q, k, pos, features)
+    with torch.no_grad():
+        model(torch.randint(4, 20, (2, 9)))
+    norms = torch.cat([k.norm(dim=-1).flatten() for k in keys])
+    torch.testing.assert_close(norms, torch.full_like(norms, keys[0].shape[-1] ** 0.5), rtol=1e-2, atol=0)
 
 
 def test_a_head_width_that_one_encoding_cannot_have(task):
