@@ -153,7 +153,8 @@ class FairseqRpePreTrainedModel(PreTrainedModel):
     def __init__(self, config: FairseqRpeConfig) -> None:
         super().__init__(config)
         self.decoder = _build_decoder(config)
-        self._tied_weights_keys = _shared_tensors(self.decoder, "decoder.")
+        _separate_buffers(self.decoder)
+        self._tied_weights_keys = _shared_parameters(self.decoder, "decoder.")
         self.post_init()
         if not self._can_use_cache():
             self.config.use_cache = False
@@ -480,11 +481,21 @@ def _float32() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _shared_tensors(module: nn.Module, prefix: str) -> dict[str, str]:
-    """Return the names of parameters and buffers that are the same tensor as an earlier one, with its name."""
+def _separate_buffers(module: nn.Module) -> None:
+    """Copy buffers that modules share: transformers ties parameters only."""
+    seen: set[int] = set()
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and id(buffer) in seen:
+                part._buffers[name] = buffer.clone()
+            seen.add(id(buffer))
+
+
+def _shared_parameters(module: nn.Module, prefix: str) -> dict[str, str]:
+    """Return the names of parameters that are the same tensor as an earlier one, with its name."""
     first: dict[int, str] = {}
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    names = [(prefix + name, first.setdefault(id(tensor), prefix + name)) for name, tensor in tensors]
+    parameters = module.named_parameters(remove_duplicate=False)
+    names = [(prefix + name, first.setdefault(id(tensor), prefix + name)) for name, tensor in parameters]
     return {name: source for name, source in names if name != source}
 
 

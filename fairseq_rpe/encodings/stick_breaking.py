@@ -61,5 +61,7 @@ class StickBreaking(Encoding):
             return weights
         remainder = sums[..., :1]  # (B, H, n, 1), ln r_i
         if self.config.attend_self:
-            remainder = torch.logaddexp(weights, remainder)
+            # ln(w + r) = ln w + ln(1 + r/w): logaddexp has no second derivative where a weight is 0 or much smaller
+            own = weights.masked_fill(~is_self, 0.0)
+            remainder = own - F.logsigmoid(own - remainder)
         return torch.where(is_self, remainder, weights)

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from fairseq_rpe.adapters import registration
 from fairseq_rpe.adapters.export import build_pretrained
 from fairseq_rpe.adapters.export_tokenizer import export_tokenizer
-from fairseq_rpe.adapters.pretrained import FairseqRpeForCausalLM
+from fairseq_rpe.adapters.pretrained import FairseqRpeForCausalLM, _separate_buffers
 from fairseq_rpe.data.folder import write_dictionary
 from fairseq_rpe.data.tokenization import Tokenizer, dictionary_symbols, load_encoder, train_tokenizer
 from fairseq_rpe.decoder.config import BLOCK_PRESETS, DecoderConfig
@@ -87,7 +87,12 @@ def test_every_encoding_is_built_on_the_meta_device(blocks):
 @pytest.mark.parametrize("block", ["classic", "llama"])
 def test_saved_and_loaded(block, tmp_path):
     """All in one test, because a test each would take longer than the work."""
-    for spec in [*representatives("learns", "position_type", "content_bias", "embeds"), *READERS, "deberta"]:
+    for spec in [
+        *representatives("learns", "position_type", "content_bias", "embeds"),
+        *READERS,
+        "deberta",
+        SHARED_BUFFERS,
+    ]:
         model = decoder(spec, block)
         pretrained(model, spec).save_pretrained(tmp_path, max_shard_size="20KB" if spec == "fire" else "1GB")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -96,6 +101,16 @@ def test_saved_and_loaded(block, tmp_path):
         assert all(torch.equal(state[f"decoder.{name}"], value) for name, value in saved.items()), spec
         assert difference(loaded, model, spec) <= 1e-5, spec
         shutil.rmtree(tmp_path)
+
+
+def test_layers_that_share_constants_get_copies_of_them():
+    """transformers ties parameters only, so a saved model has the constants of each layer."""
+    layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    shared = torch.arange(3)
+    for layer in layers:
+        layer.register_buffer("signs", shared)
+    _separate_buffers(layers)
+    assert layers[0].signs is shared and layers[1].signs is not shared and torch.equal(layers[1].signs, shared)
 
 
 def test_in_bfloat16_encodings_stay_in_float32(tmp_path):

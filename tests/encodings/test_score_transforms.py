@@ -165,6 +165,16 @@ def test_bfloat16(spec):
     torch.testing.assert_close(got.double(), exact_output, rtol=0, atol=2**-8 * float(v.abs().max()))  # of rounding v
 
 
+@pytest.mark.parametrize("n", [8, 150])
+def test_stick_breaking_with_its_remainder_is_twice_differentiable(n):
+    encoding = build("stick_breaking:remainder=value,attend_self=true", 2, 16)
+    q, k, v = torch.randn(3, 1, 2, n, 8, generator=torch.Generator().manual_seed(0))
+    q.requires_grad_()
+    [gradient] = torch.autograd.grad(attend(q, k, v, encoding).sum(), q, create_graph=True)
+    [second] = torch.autograd.grad(gradient.square().sum(), q)
+    assert second.isfinite().all() and second.abs().max() > 0
+
+
 @torch.no_grad()
 def test_weights_of_stick_breaking_with_many_keys():
     """Far weights are 0, not NaN; of 1,000 keys, the nearest add up as in float64."""
