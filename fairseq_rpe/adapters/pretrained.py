@@ -484,10 +484,10 @@ def _float32() -> Iterator[None]:
 def _separate_buffers(module: nn.Module) -> None:
     """Copy buffers that modules share: transformers ties parameters only."""
     seen: set[int] = set()
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
             if buffer is not None and id(buffer) in seen:
-                part._buffers[name] = buffer.clone()
+                submodule._buffers[name] = buffer.clone()
             seen.add(id(buffer))
 
 

@@ -62,6 +62,6 @@ class StickBreaking(Encoding):
         remainder = sums[..., :1]  # (B, H, n, 1), ln r_i
         if self.config.attend_self:
             # ln(w + r) = ln w + ln(1 + r/w): logaddexp has no second derivative where a weight is 0 or much smaller
-            own = weights.masked_fill(~is_self, 0.0)
-            remainder = own - F.logsigmoid(own - remainder)
+            self_weight = weights.masked_fill(~is_self, 0.0)
+            remainder = self_weight - F.logsigmoid(self_weight - remainder)
         return torch.where(is_self, remainder, weights)
