@@ -115,7 +115,7 @@ def test_the_criterion_caps_the_logits(task):
     ("flags", "message"),
     [
         (["--kv-heads", 3], "--kv-heads 3 does not divide the 4 attention heads"),
-        (["--qk-norm", "head", "--rpe", "shaw"], "--qk-norm head: Shaw computes its bias from the queries and keys"),
+        (["--qk-norm", "head", "--rpe", "shaw"], "--qk-norm head: Shaw is defined by a bias of queries and keys"),
         (["--head-dim", 12, "--rpe", "bipe"], "'bipe' acts at the input and rotates heads"),
         (["--head-dim", 7, "--rpe", "rope"], "7"),
         (["--norm", "rms"], "invalid choice"),
