@@ -482,7 +482,7 @@ def _float32() -> Iterator[None]:
 
 
 def _separate_buffers(module: nn.Module) -> None:
-    """Copy buffers that modules share: transformers ties parameters only."""
+    """Give each module its own copy of a shared buffer, because transformers can tie parameters only."""
     seen: set[int] = set()
     for submodule in module.modules():
         for name, buffer in submodule._buffers.items():

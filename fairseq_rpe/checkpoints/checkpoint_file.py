@@ -1,4 +1,7 @@
-"""Safe reading of checkpoint files from any source: files are verified first, and no code in them is executed."""
+"""Checkpoint files: safe reading from any source, and the weights that a training keeps along the way.
+
+Files are verified before they are read, and no code in them is executed.
+"""
 
 import functools
 import pickle
@@ -7,10 +10,12 @@ import stat
 import zipfile
 from argparse import Namespace
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError, oserror_message
+from fairseq_rpe.utils.files import write_via_temporary
 
 _INTERMEDIATE = "intermediate"  # folder of the weights that a training keeps
 _MAX_PICKLE = 2**24  # bytes of names and settings; 100,000 tensors need 13 million
@@ -50,15 +55,13 @@ def keep_weights(checkpoint: Path, updates: int) -> None:
 
     Raises:
         UserError: The checkpoint cannot be read.
+        OSError: The file cannot be written.
     """
-    import torch  # slow, and not needed to check a file
+    import torch  # slow, and not needed by other callers
 
     state, _ = read_file(checkpoint)
-    path = intermediate_path(checkpoint.parent, updates)
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save({key: value for key, value in state.items() if key != "last_optimizer_state"}, temporary)
-    temporary.replace(path)
+    weights = {key: value for key, value in state.items() if key != "last_optimizer_state"}
+    write_via_temporary(intermediate_path(checkpoint.parent, updates), partial(torch.save, weights))
 
 
 def check_file(path: Path) -> None:

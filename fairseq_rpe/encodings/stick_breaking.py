@@ -61,7 +61,7 @@ class StickBreaking(Encoding):
             return weights
         remainder = sums[..., :1]  # (B, H, n, 1), ln r_i
         if self.config.attend_self:
-            # ln(w + r) = ln w + ln(1 + r/w): logaddexp has no second derivative where a weight is 0 or much smaller
+            # ln(w + r) = ln w + ln(1 + r/w). The second derivative of torch.logaddexp would be NaN if w = 0 or w << r.
             self_weight = weights.masked_fill(~is_self, 0.0)
             remainder = self_weight - F.logsigmoid(self_weight - remainder)
         return torch.where(is_self, remainder, weights)

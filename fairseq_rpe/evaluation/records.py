@@ -48,7 +48,7 @@ class EvalOverrides:
 
     @property
     def module(self) -> str | None:
-        """Digest of ``rpe_module``."""
+        """SHA-256 digest of the file ``rpe_module``, or None without one."""
         return files.sha256_of_files(self.rpe_module) if self.rpe_module else None
 
 
@@ -258,7 +258,7 @@ class TextResult(TextKey, Result):
 
     @classmethod
     def is_stored_in(cls, row: Mapping[str, object]) -> bool:
-        """Whether a row is a perplexity of all tokens; a result on key tokens has all of its fields, too."""
+        """Whether a row is a perplexity over all tokens. A result on key tokens has the same fields and more."""
         return "key_tokens" not in row
 
 

@@ -193,7 +193,7 @@ def _result_type(row: Mapping[str, object]) -> type[Any] | None:
         return ExactMatchResult
     if "set" in row and "published" in row:
         return QuestionResult
-    is_text = {"length", "ppl", "loss_base2"} <= row.keys() and "short_context" not in row
+    is_text = {"length", "ppl", "loss_base2"} <= row.keys() and TextResult.is_stored_in(row)
     return TextResult if is_text else None
 
 
@@ -222,8 +222,8 @@ def _of_one_model(path: Path, results: Sequence[ModelResult]) -> list[ModelResul
         checkpoints = len({settings[0] for settings in by_model})
         what = f"{checkpoints} checkpoints" if checkpoints > 1 else "one model with several encodings or positions"
         raise UserError(f"{path} has results of {what}: evaluate the model into a file of its own with --out")
-    # earlier versions drew random positions once, and did not record the digest of a module; a later result with both
-    # replaces such a result
+    # Results of earlier versions have no digest of --rpe-module, and one draw of random positions for all blocks. A
+    # later result of the same measurement replaces them.
     return list({replace(result.key, draws=None, module=None): result for result in by_model[chosen[0]]}.values())
 
 

@@ -494,7 +494,7 @@ def checkpoint_results(kind: type[ResultType], run: RunFolder, method: Method, d
     results = [result for result in records.read_results(kind, run.results) if _belongs_to(result, method, digest)]
     # Earlier versions drew random positions once for all blocks (draws=None). A result of the same settings with a draw
     # for each block (draws=1) comes later after this sort, so it replaces such a result.
-    # Nor did they record the digest of a module.
+    # Earlier versions did not record the digest of the file of --rpe-module either.
     results.sort(key=lambda result: result.draws or 0)
     return list({replace(result.key, draws=None, module=None): result for result in results}.values())
 

@@ -286,7 +286,7 @@ class CheckpointFolder:
             )
 
     def keep_last(self, keep_at: Collection[int], done: int) -> None:
-        """Keep the weights of the last checkpoint if they are to be kept and the folder does not have them.
+        """Write the weights of the last checkpoint to their file if ``keep_at`` names its update and no file exists.
 
         Args:
             keep_at: numbers of updates.

@@ -99,7 +99,7 @@ def test_saved_and_loaded(block, tmp_path):
 
 
 def test_layers_that_share_constants_get_copies_of_them():
-    """transformers ties parameters only, so a saved model has the constants of each layer."""
+    """transformers can tie parameters only, so a saved model has the constants of each layer."""
     layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
     shared = torch.arange(3)
     for layer in layers:

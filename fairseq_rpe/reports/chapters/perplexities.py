@@ -365,7 +365,7 @@ def _seed_differences(perplexities: Perplexities) -> list[Block]:
 
 
 class _SeedRatios(NamedTuple):
-    """Comparison of the methods at one length over seeds.
+    """The methods compared at one length, with the seeds that they have in common.
 
     Attributes:
         lowest: method with the lowest perplexity.
