@@ -1,13 +1,16 @@
-"""Largest sequence length that a position transform allows, read from its spec without loading torch.
+"""Largest sequence length that an encoding and its position transform allow, read from their specs.
 
-A report on a finished sweep needs only this, so it starts fast. Of a user's transforms, only those of entry points are
-known here.
+Only for encodings with a limit, torch is loaded, so a report on a finished sweep starts fast. Of a user's transforms,
+only those of entry points are known here, and a user's encodings have no limit here.
 """
 
 from fairseq_rpe.algorithms import Algorithm
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.layer_pattern import parse_pattern
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.positions import registry
+
+LIMITED_ENCODINGS = ("learned", "tupe")  # encodings with a table of positions
 
 
 def is_random(spec: str | None) -> bool:
@@ -39,15 +42,35 @@ def max_length(spec: str | None, train_length: int) -> int | None:
     return cls.position_limit(config, train_length)
 
 
-def max_items(spec: str | None, algorithm: Algorithm, split: str) -> int | None:
-    """Return the largest number of items for which ``spec`` has positions, or None if all lengths of the split have.
+def method_limit(rpe: str, positions: str | None, train_length: int) -> int | None:
+    """Return the largest sequence length in tokens for which a method has positions, or None without a limit.
 
     Args:
-        spec: spec of a position transform; None: the checkpoint's own.
+        rpe: spec of the encoding, or a pattern of layers.
+        positions: spec of a position transform; None: the checkpoint's own.
+        train_length: training length in tokens.
+    """
+    limits = [max_length(positions, train_length)]
+    specs = [spec for spec in parse_pattern(rpe).specs if parse(spec)[0] in LIMITED_ENCODINGS]
+    if specs:
+        from fairseq_rpe.encodings import registry as encodings  # loads torch
+
+        for spec in specs:
+            cls, _, config = encodings.resolve(spec)
+            limits.append(cls.position_limit(config, train_length))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def max_items(rpe: str, positions: str | None, algorithm: Algorithm, split: str) -> int | None:
+    """Return the largest number of items for which a method has positions, or None if all lengths of the split have.
+
+    Args:
+        rpe: spec of the encoding, or a pattern of layers.
+        positions: spec of a position transform; None: the checkpoint's own.
         algorithm: the algorithmic task.
         split: name of the split.
     """
-    limit = max_length(spec, algorithm.num_tokens(algorithm.max_length("train")))
+    limit = method_limit(rpe, positions, algorithm.num_tokens(algorithm.max_length("train")))
     if limit is None or algorithm.num_tokens(algorithm.max_length(split)) <= limit:
         return None
     return max((n for n in range(1, algorithm.max_length(split)) if algorithm.num_tokens(n) <= limit), default=0)

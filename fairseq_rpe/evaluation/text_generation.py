@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -176,7 +176,12 @@ class TextGenerator:
             output_checks.check_plain_file("--out", out)
         stored = stored_results(out, [row.key for row in rows], self.request.logprobs) if out is not None else {}
         missing = [row for row in rows if row.key not in stored]
-        finished: dict[int, GenerationResult] = {row.number: stored[row.key] for row in rows if row.key in stored}
+        finished = {row.number: self._relabel(stored[row.key], row.prompt) for row in rows if row.key in stored}
+        renamed = [
+            replace(stored[row.key], id=row.prompt.id)
+            for row in rows
+            if row.key in stored and stored[row.key].id != row.prompt.id
+        ]
         next_number = 0
 
         def emit(result: GenerationResult | None = None, number: int = -1) -> None:
@@ -190,11 +195,13 @@ class TextGenerator:
                 on_result(next_number, finished.pop(next_number))
                 next_number += 1
 
+        if out is not None and (missing or renamed):
+            output_checks.check_output_file("--out", out)
+            for result in renamed:  # the last line of a key counts
+                json_files.append_json_line(out, result.to_json())
         emit()
         if not missing:
             return stats
-        if out is not None:
-            output_checks.check_output_file("--out", out)
         self._check_positions(missing)
         is_reported = self._report_length(max(len(row.ids) for row in missing), "a prompt has")
         model = self.load_model()
@@ -204,6 +211,15 @@ class TextGenerator:
             longest = max(len(row.ids) + len(row.tokens) for row in missing)
             self._report_length(longest, "a prompt and its text have")
         return stats
+
+    def _relabel(self, result: GenerationResult, prompt: Prompt) -> GenerationResult:
+        """Return a stored result with the name of its prompt, and with what the request shows."""
+        return replace(
+            result,
+            id=prompt.id,
+            prompt=prompt.text if self.request.echo else None,
+            logprobs=result.logprobs if self.request.logprobs else None,
+        )
 
     def load_model(self) -> Any:
         """Return the ``transformer_rpe_lm`` in evaluation mode, on its device.

@@ -106,7 +106,7 @@ def _evaluations(sweep: Sweep, run: SweepRun, method: Method) -> list[Evaluation
     if missing := task.missing_lengths(sweep.split, sweep.lengths):
         raise UserError(f"'{run.config.algorithm}' has {missing}")
     requested = sorted(sweep.lengths or _lengths(run.config.algorithm, sweep.split))
-    limit = max_items(method.positions_eval, task, sweep.split)
+    limit = max_items(method.evaluated_rpe, method.positions_eval, task, sweep.split)
     lengths, skipped = grid.lengths_within_limit(limit, requested, method, task.length_unit)
     common = grid.common_arguments(run, method, lengths if sweep.lengths or skipped else ())
     command = grid.command_line("eval-task", str(run.folder.checkpoints.last), "--split", sweep.split)

@@ -453,7 +453,7 @@ def load_accuracies(folder: SweepFolder, record: SweepRecord) -> Accuracies:
     tasks = {task: build(task) for task in record.algorithms}
     longest = {name: {task: built.max_length(name) for task, built in tasks.items()} for name in ("train", split)}
     limits = {
-        (task, method.name): max_items(method.positions_eval, built, split)
+        (task, method.name): max_items(method.evaluated_rpe, method.positions_eval, built, split)
         for method in map(record.method, record.encodings)
         for task, built in tasks.items()
     }

@@ -104,7 +104,7 @@ def _check_different(methods: tuple[Method, ...]) -> None:
     for method in methods:
         transforms = (method.positions_train, method.positions_eval)
         normal = (encodings.normalise(method.rpe), *(positions.normalise(spec) if spec else "" for spec in transforms))
-        normal += (encodings.normalise(method.rpe_eval or method.rpe), method.continues or "", str(method.further))
+        normal += (encodings.normalise(method.evaluated_rpe), method.continues or "", str(method.further))
         if normal in seen:
             raise UserError(f"'{seen[normal]}' and '{method.name}' are the same encoding: leave one out")
         seen[normal] = method.name

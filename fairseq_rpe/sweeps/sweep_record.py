@@ -61,6 +61,11 @@ class Method:
     further: OptimizationSettings = field(default_factory=OptimizationSettings)
 
     @property
+    def evaluated_rpe(self) -> str:
+        """Spec of the encoding in evaluation."""
+        return self.rpe_eval or self.rpe
+
+    @property
     def leaves_positions(self) -> bool:
         """Whether no position transform is used, neither in training nor in evaluation."""
         return {self.positions_train, self.positions_eval or IDENTITY} == {IDENTITY}

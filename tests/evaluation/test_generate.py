@@ -213,6 +213,19 @@ def test_a_killed_job_continues(checkpoint, tmp_path, monkeypatch):
     assert lines(run_here("generate", checkpoint, "one", *words)) == [json.loads(rows[0])]
 
 
+def test_a_stored_text_has_the_present_name_of_its_prompt(checkpoint, tmp_path, monkeypatch):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    command = ["generate", checkpoint, "--jsonl", prompts, "--max-tokens", "3", "--out", out]
+    prompts.write_text(json.dumps({"prompt": "one", "id": "a"}))
+    (before,) = lines(run_here(*command, "--json", "--logprobs"))
+    monkeypatch.setattr(text_generation, "load_model", None)  # nothing is generated
+    prompts.write_text(json.dumps({"prompt": "one", "id": "b"}))
+    (after,) = lines(run_here(*command, "--json", "--no-echo"))
+    hidden = {"prompt", "logprobs"}
+    assert after == {key: value for key, value in before.items() if key not in hidden} | {"id": "b"}
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["a", "b"]
+
+
 def test_beam_search(checkpoint, folder):
     model, _ = load_model(checkpoint, EvalOverrides(device="cpu"), folder / "bin")
     codec = load_codec("bpe", folder / "bin")

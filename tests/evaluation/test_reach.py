@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import pytest
 from conftest import run
 
-from fairseq_rpe import positions
-from fairseq_rpe.evaluation.position_limits import is_random, max_length
+from fairseq_rpe import encodings, positions
+from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.encodings import registry as encoding_registry
+from fairseq_rpe.evaluation.position_limits import LIMITED_ENCODINGS, is_random, max_length, method_limit
 from fairseq_rpe.positions import registry
 
 SPECS = [
@@ -50,6 +52,26 @@ def test_users_transforms_are_known_once_they_are_registered(monkeypatch):
     monkeypatch.setitem(registry._table, "my_own", Mine)
     assert (max_length("my_own:rows=3", 64), is_random("my_own")) == (3, True)
     assert Mine(Config(4)).max_length == 4
+
+
+@pytest.mark.parametrize(
+    ("rpe", "positions_eval", "limit"),
+    [
+        ("learned", None, 64),
+        ("3*alibi|learned:max_positions=90", "randomized:max_position=80", 80),
+        ("tupe:max_positions=90|rope", None, 90),
+        ("alibi", None, None),
+        ("my_own:x=3", None, None),
+    ],
+)
+def test_limit_of_a_method(rpe, positions_eval, limit):
+    assert method_limit(rpe, positions_eval, 64) == limit
+
+
+def test_all_encodings_with_a_limit_are_known():
+    classes = {name: encoding_registry.get(name) for name in encodings.names()}
+    limited = [n for n, c in classes.items() if c.position_limit.__func__ is not Encoding.position_limit.__func__]
+    assert sorted(limited) == sorted(LIMITED_ENCODINGS)
 
 
 def test_without_torch():

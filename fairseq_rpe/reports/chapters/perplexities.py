@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from fairseq_rpe.evaluation.position_limits import max_length
+from fairseq_rpe.evaluation.position_limits import method_limit
 from fairseq_rpe.evaluation.statistics import Estimate, mean_over_seeds
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports import uncertainty
@@ -245,8 +245,8 @@ def _perplexity_table(models: ComparedModels, perplexities: Perplexities, on: st
     columns = {length: _length_column(perplexities, length) for length in lengths}
     ratios = _ratio_column(perplexities)
     limits = {
-        name: max_length(models.methods[name].positions_eval, perplexities.train_length)
-        for name in perplexities.encodings
+        name: method_limit(method.evaluated_rpe, method.positions_eval, perplexities.train_length)
+        for name, method in ((name, models.methods[name]) for name in perplexities.encodings)
     }
     rows = []
     for name in perplexities.encodings:
