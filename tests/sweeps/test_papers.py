@@ -27,7 +27,16 @@ DRAWN = ["fire-lm-512", "fire-lm-large", "fire-lm-transfer"]  # their papers hav
 WARPED = ["warping-algorithmic", "warping-lm"]
 EXTEND = [name for name in BUILT_IN if name.partition("-")[0] == "extend"]  # their papers stretch LLaMA
 # at settings of this project
-OWN = ["addition", "hybrids", "hybrids-passkey", "passkey", "retrieval", "ruler", "survey-encodings"]
+OWN = [
+    "addition",
+    "divergent-series",
+    "hybrids",
+    "hybrids-passkey",
+    "passkey",
+    "retrieval",
+    "ruler",
+    "survey-encodings",
+]
 UNPRINTED = ["warping-copy", *EXTEND, *OWN]  # a figure, of which no values are printed; or none of such models
 # a large model on several corpora, or tables of corpora and lengths, which no small corpus can show
 PAPER_ONLY = ["fire-lm-transfer", *(name for name in BUILT_IN if name.startswith("survey-") and name not in OWN)]
@@ -112,7 +121,12 @@ def test_every_recipe_loads():
         assert name in UNPRINTED or recipe.published.source
         for scale in recipe.presets.values() if name in RECIPES else ():
             assert (scale.corpus in CORPORA and scale.data) if recipe.kind == "text" else scale.corpus is None
-        others = {"survey-encodings": "laptop", "hybrids": "desktop", "hybrids-passkey": "laptop"}
+        others = {
+            "survey-encodings": "laptop",
+            "divergent-series": "laptop",
+            "hybrids": "desktop",
+            "hybrids-passkey": "laptop",
+        }
         larger = others.get(name, "large" if name in (*OWN, *EXTEND) else "paper")
         assert ("laptop" in recipe.presets) == (name not in PAPER_ONLY) and larger in recipe.presets
 
