@@ -32,6 +32,7 @@ from typing import Any
 
 from fairseq_rpe.runs import processes
 from fairseq_rpe.utils.files import sha256_of_files
+from fairseq_rpe.utils.json_files import append_json_line, read_json_lines
 
 ENCODINGS = "sinusoidal kerple_log"
 VICTIMS = ("parent", "child", "all")
@@ -341,13 +342,12 @@ def main() -> int:
         parser.error(f"{args.out} holds something else, or kills of other settings: name another --out")
     args.out.mkdir(parents=True, exist_ok=True)
     settings_path.write_text(json.dumps(settings), encoding="utf-8")
-    events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+    events = read_json_lines(log)
 
     def record(event: str, job: str, text: str, faults: list[str], **fields: object) -> None:
         print(text, *faults, sep="; ", flush=True)
         events.append({"event": event, "job": job, "faults": faults, **fields})
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(json.dumps(events[-1]) + "\n")
+        append_json_line(log, events[-1])
 
     trials = [Trial(job, args.out, record) for job in jobs(args)]
     for number in range(sum(event["event"] == "kill" for event in events), args.kills):

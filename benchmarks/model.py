@@ -29,6 +29,8 @@ import torch
 from tqdm import tqdm
 from train_step import build
 
+from fairseq_rpe.utils.json_files import append_json_line, read_json_lines
+
 OUT = Path(__file__).parent / "results" / "model.csv"
 ENCODINGS = ("nope", "sinusoidal", "rope", "alibi", "type1", "kerple_log", "t5_bias", "fire", "fire, shared")
 STEPS = ("inference", "training")
@@ -91,15 +93,19 @@ def measure_encoding(args: argparse.Namespace, encoding: str) -> list[dict[str, 
     return [{"encoding": encoding, **line} for line in lines]
 
 
-def rows(measurements: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+def rows(measurements: list[dict[str, Any]], first: str, tokens: int) -> list[dict[str, Any]]:
     """Return a row for each encoding: speed, time as a multiple of the first encoding's, and memory.
 
     Args:
-        measurements: results of :func:`measure_encoding`, of the baseline first.
+        measurements: results of :func:`measure_encoding`.
+        first: the first encoding; if it has no results, no encoding has a multiple.
         tokens: number of tokens of a step.
     """
     table = []
     baseline: dict[str, float] = {}  # kind of step -> seconds of the first encoding
+    of_first = [x for x in measurements if x["encoding"] == first]
+    for kind in STEPS if of_first else ():
+        baseline[kind] = statistics.mean(value for x in of_first if x["kind"] == kind for value in x["seconds"])
     for encoding in dict.fromkeys(x["encoding"] for x in measurements):
         row: dict[str, Any] = {"encoding": encoding}
         for kind in STEPS:
@@ -107,7 +113,7 @@ def rows(measurements: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]
             seconds = statistics.mean(value for x in matching for value in x["seconds"])
             row |= {
                 f"{kind}_tokens_per_s": round(tokens / seconds),
-                f"{kind}_time": round(seconds / baseline.setdefault(kind, seconds), 3),
+                f"{kind}_time": round(seconds / baseline[kind], 3) if kind in baseline else None,
                 f"{kind}_MiB": round(max(x["MiB"] for x in matching)),
             }
         table.append(row)
@@ -122,23 +128,21 @@ def measure_all(args: argparse.Namespace, setting: dict[str, Any], progress: Pat
         setting: values of :data:`SETTING`.
         progress: file with a JSON line for each process that has finished, which is read and appended to.
     """
-    lines = [json.loads(line) for line in progress.read_text().splitlines()] if progress.exists() else []
-    lines = [line for line in lines if line["setting"] == setting]
+    lines = [line for line in read_json_lines(progress) if line["setting"] == setting]
     measured = {(line["turn"], line["found"][0]["encoding"]) for line in lines}
     work = [(turn, encoding) for turn in range(args.turns) for encoding in args.encodings]
-    with progress.open("a") as file:
-        for turn, encoding in tqdm(work, disable=None):
-            if (turn, encoding) not in measured and (measurements := measure_encoding(args, encoding)):
-                measured.add((turn, encoding))
-                lines.append({"setting": setting, "turn": turn, "found": measurements})
-                print(json.dumps(lines[-1]), file=file, flush=True)
+    for turn, encoding in tqdm(work, disable=None):
+        if (turn, encoding) not in measured and (measurements := measure_encoding(args, encoding)):
+            measured.add((turn, encoding))
+            lines.append({"setting": setting, "turn": turn, "found": measurements})
+            append_json_line(progress, lines[-1])
     order = {encoding: index for index, encoding in enumerate(args.encodings)}
     results = [x for line in lines if line["turn"] < args.turns for x in line["found"] if x["encoding"] in order]
     return sorted(results, key=lambda x: order[x["encoding"]])
 
 
-def main() -> None:
-    """Measure, print and write the table."""
+def main() -> int:
+    """Measure, print and write the table; return 1 if an encoding is left out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--encodings", nargs="+", default=list(ENCODINGS), help="the first is the baseline, 1.00 (default: nope …)"
@@ -156,23 +160,25 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        return print_measurements(args, args.serve)
+        print_measurements(args, args.serve)
+        return 0
     setting = {name: getattr(args, name) for name in SETTING}
     progress = args.out.with_suffix(".part")
     progress.parent.mkdir(parents=True, exist_ok=True)
     measurements = measure_all(args, setting, progress)
     if not measurements:
         sys.exit("nothing could be measured: the reasons are above")
-    table = rows(measurements, args.batch * args.tokens)
+    table = rows(measurements, args.encodings[0], args.batch * args.tokens)
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"{machine.processor()}, {os.cpu_count()} cores"
     head = f"{name}, torch {torch.__version__}, " + ", ".join(f"{key} {value}" for key, value in setting.items())
     print(f"{head}, {args.turns} turns\n")
     print("| " + " | ".join(table[0]) + " |\n|" + "---|" * len(table[0]))
     for row in table:
-        print("| " + " | ".join(map(str, row.values())) + " |")
+        print("| " + " | ".join("" if value is None else str(value) for value in row.values()) + " |")
     machine.write_csv(args.out, f"{head}, {args.turns} turns", table)
     progress.unlink()
+    return int({row["encoding"] for row in table} != set(args.encodings))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,8 +24,8 @@ device=cuda out="$root/runs/gpu-report" small="" dry=""
 while (($#)); do
     case "$1" in
     -h | --help) usage && exit 0 ;;
-    --device) device="${2:-}" && shift 2 ;;
-    --out) out="${2:-}" && shift 2 ;;
+    --device) device="${2:-}" && shift "$(($# > 1 ? 2 : 1))" ;;
+    --out) out="${2:-}" && shift "$(($# > 1 ? 2 : 1))" ;;
     --small) small=yes && shift ;;
     --dry-run) dry=yes && shift ;;
     *) echo "error: unknown argument '$1' (see scripts/gpu_report.sh --help)" >&2 && exit 2 ;;
@@ -56,7 +56,9 @@ step() {
     timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 </dev/null || code=$?
     case $code in
     0) say "$name: ok, $((SECONDS - begin)) s" ;;
-    124 | 137) say "$name: not done after $limit s" ;;
+    124) say "$name: not done after $limit s" ;;
+    137) if ((SECONDS - begin >= limit)); then say "$name: not done after $limit s"; else
+        say "$name: killed after $((SECONDS - begin)) s, perhaps for lack of memory"; fi ;;
     *) say "$name: failed with exit code $code after $((SECONDS - begin)) s" ;;
     esac
     ((code == 0)) || failed=1
@@ -100,7 +102,6 @@ step selftest 130 "${rpe[@]}" selftest --device "$device" --encodings "nope rope
 step flex 80 "${rpe[@]}" selftest --device "$device" --encodings "nope kerple_log fire" --backends flex --dtype "$dtype" --out "$out/flex"
 step bench 80 "${rpe[@]}" bench --device "$device" --dtype "$dtype" --lengths 512,4096 --out "$out/bench"
 if has fairseq; then
-
     step models 130 "$python" "$root/benchmarks/model.py" --device "$device" --dtype "$dtype" --encodings nope fire --repeats 3 --turns 1 --out "$out/models.csv"
 else
     say "models: skipped, they need fairseq"

@@ -18,12 +18,19 @@ Expected result: compare the perplexity at 1152 tokens with the perplexity at 64
 TEXT
 }
 
-if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
-    usage
-    exit 0
-fi
+out=""
+previous=""
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) usage; exit 0 ;;
+        --out=*) out="${argument#--out=}" ;;
+    esac
+    if [[ "$previous" == "--out" ]]; then out="$argument"; fi
+    previous="$argument"
+done
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+out="${out:-$root/runs/quickstart}"
 "$root/scripts/setup.sh" --quiet
 "$root/scripts/prepare_stdlib.sh"
 "$root/.venv/bin/fairseq-rpe" sweep "$root/data-bin/stdlib" \
@@ -32,7 +39,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cat <<TEXT
 
 What next:
-  the loss curves      '$root/.venv/bin/tensorboard' --logdir '$root/runs/quickstart/tensorboard'
-  every figure         '$root/.venv/bin/fairseq-rpe' figures --sweep '$root/runs/quickstart' --data '$root/data-bin/stdlib'
+  the loss curves      '$root/.venv/bin/tensorboard' --logdir '$out/tensorboard'
+  every figure         '$root/.venv/bin/fairseq-rpe' figures --sweep '$out' --data '$root/data-bin/stdlib'
   one more encoding    '$root/scripts/quickstart.sh' --encodings "sinusoidal, alibi, type1, inv_n, kerple_log"
 TEXT

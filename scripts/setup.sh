@@ -33,6 +33,10 @@ for argument in "$@"; do
     esac
 done
 
+case "${PYTHON:-}" in
+    /*) ;;
+    */*) PYTHON="$PWD/$PYTHON" ;; # a path relative to the folder of the call
+esac
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 venv="$root/.venv"

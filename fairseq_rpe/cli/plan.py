@@ -266,9 +266,10 @@ def total_lines(
     from fairseq_rpe.sweeps.cost_model import CHECKPOINTS
 
     count = "1 run" if totals.runs == 1 else f"{totals.runs} runs"
+    weights = " and kept weights" if any(e.kept_weights for e in estimates) else ""
     yield (
-        f"total of {count}: {totals.tokens:.3g} tokens, {totals.training_flops:.3g} FLOPs of training, checkpoints of "
-        f"at most {totals.checkpoints / _GIB:.1f} GiB ({CHECKPOINTS} in each run)"
+        f"total of {count}: {totals.tokens:.3g} tokens, {totals.training_flops:.3g} FLOPs of training, checkpoints"
+        f"{weights} of at most {totals.checkpoints / _GIB:.1f} GiB ({CHECKPOINTS} checkpoints in each run)"
     )
     if totals.evaluation_flops is not None:
         yield f"evaluation: {totals.evaluation_flops:.3g} FLOPs"

@@ -12,7 +12,7 @@ from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import load_module, registry
 from fairseq_rpe.evaluation.generation_records import GenerationRequest
 from fairseq_rpe.evaluation.key_token_records import KeyTokenEvalRequest, KeyTokenRequest
-from fairseq_rpe.evaluation.position_limits import max_length
+from fairseq_rpe.evaluation.position_limits import length_within, max_length
 from fairseq_rpe.evaluation.question_records import QuestionRequest
 from fairseq_rpe.evaluation.records import ExactMatchRequest, TextRequest
 from fairseq_rpe.runs import checkpoints
@@ -85,8 +85,10 @@ def position_limits(rpe: str, positions: str | None, train_length: int) -> dict[
     with suppress(UserError):  # loading the model refuses an unknown or wrong encoding
         for spec in parse_pattern(rpe).specs if is_pattern(rpe) else (rpe,):
             cls, name, config = registry.resolve(spec)
-            if (limit := cls.position_limit(config, train_length)) is not None:
-                limits[f"'{name}' has {limit} positions"] = limit
+            if (rows := cls.position_limit(config, train_length)) is not None:
+                limit = length_within(positions, train_length, rows)
+                by_transform = "" if limit == rows else f", which '{positions}' reaches after {limit} tokens"
+                limits[f"'{name}' has {rows} positions{by_transform}"] = limit
     return limits
 
 

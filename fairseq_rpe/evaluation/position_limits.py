@@ -42,6 +42,23 @@ def max_length(spec: str | None, train_length: int) -> int | None:
     return cls.position_limit(config, train_length)
 
 
+def length_within(positions: str | None, train_length: int, rows: int) -> int:
+    """Return the largest sequence length in tokens whose positions all have a row in a table.
+
+    Args:
+        positions: spec of a position transform; None: the checkpoint's own, which is not known here.
+        train_length: training length in tokens.
+        rows: number of rows of the table.
+    """
+    if positions is None:
+        return rows
+    try:
+        cls, _, config = registry.resolve(positions)
+    except UserError:
+        return rows
+    return cls.length_within(config, train_length, rows)
+
+
 def method_limit(rpe: str, positions: str | None, train_length: int) -> int | None:
     """Return the largest sequence length in tokens for which a method has positions, or None without a limit.
 
@@ -57,7 +74,8 @@ def method_limit(rpe: str, positions: str | None, train_length: int) -> int | No
 
         for spec in specs:
             cls, _, config = encodings.resolve(spec)
-            limits.append(cls.position_limit(config, train_length))
+            if (rows := cls.position_limit(config, train_length)) is not None:
+                limits.append(length_within(positions, train_length, rows))
     return min((limit for limit in limits if limit is not None), default=None)
 
 

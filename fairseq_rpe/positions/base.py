@@ -89,6 +89,19 @@ class Transform:
         return None
 
     @classmethod
+    def length_within(cls, config: Any, train_length: int | None, positions: int) -> int:
+        """Return the length in tokens of the longest row whose positions are all below ``positions``.
+
+        Args:
+            config: an instance of ``Config``.
+            train_length: training length in tokens, or None if unknown.
+            positions: number of positions that an encoding has.
+        """
+        limit = cls.position_limit(config, train_length)
+        draws_beyond = cls.random and limit is not None and limit > positions
+        return 0 if draws_beyond else positions
+
+    @classmethod
     def spec_for_length(cls, config: Any, train_length: int, length: int) -> str | None:
         """Return the spec with which all rows of a test have the same spacing, or None for the transform itself.
 

@@ -48,6 +48,11 @@ class Offset(Transform):
     length_invariant = True
     paper = "Kiyono et al. 2021 (arXiv 2109.05644), evaluation in their code"
 
+    @classmethod
+    def length_within(cls, config: Any, train_length: int | None, positions: int) -> int:
+        """Return the length in tokens of the longest row whose positions are all below ``positions``."""
+        return max(positions - int(config.tokens), 0)
+
     def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         """Return the positions (B or 1, m) of the tokens."""
         return TransformedPositions(index + self.config.tokens, step=1.0, contiguous=True)
@@ -74,6 +79,11 @@ class Shape(Transform):
     formula = "p_j = j + k,  k ~ U{0 … K-1} per row"
     paper = "Kiyono et al. 2021 (arXiv 2109.05644)"
     random = True
+
+    @classmethod
+    def length_within(cls, config: Any, train_length: int | None, positions: int) -> int:
+        """Return the length in tokens of the longest row whose positions are all below ``positions``."""
+        return max(positions - int(config.max_position) + 1, 0)
 
     def setup(self) -> None:
         """Derive settings from the options."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,6 +67,8 @@ class RunEstimate:
         memory: memory of one device.
         hardware: devices of the estimate.
         most_rows: largest batch of one device in rows, 0 if one row does not fit; None if its memory is unknown.
+        continues: name of the run, with the first seed, that this one continues; None for a training from the start.
+        kept_weights: files of weights that the training keeps for evaluations along it.
     """
 
     name: str
@@ -81,6 +83,8 @@ class RunEstimate:
     memory: MemoryEstimate
     hardware: Hardware
     most_rows: int | None
+    continues: str | None = None
+    kept_weights: int = 0
 
     @property
     def rows(self) -> int:
@@ -107,6 +111,11 @@ class RunEstimate:
     def checkpoint(self) -> int:
         """Bytes of a checkpoint."""
         return checkpoint_bytes(self.parameters)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Most bytes of the checkpoints of a run, and of the weights that it keeps."""
+        return CHECKPOINTS * self.checkpoint + self.kept_weights * 4 * self.parameters.total
 
     @property
     def device_seconds(self) -> float | None:
@@ -154,7 +163,7 @@ class SweepTotals:
         runs: number of trainings.
         tokens, training_flops: sums of the trainings.
         evaluation_flops: sum of the evaluations; None if a text is missing.
-        checkpoints: bytes of all checkpoints.
+        checkpoints: bytes of all checkpoints and kept weights.
         device_hours: hours of all devices together; None if their speed is unknown.
         hours: hours on the given number of devices, if all are always busy.
     """
@@ -233,6 +242,8 @@ def _estimate(sweep: Sweep, group: Sequence[SweepRun], hardware: Hardware, vocab
         memory=estimate_memory(decoder, encodings, parameters, load),
         hardware=hardware,
         most_rows=None if memory is None else largest_batch(decoder, encodings, parameters, load, memory),
+        continues=None if run.parent is None else run.parent.name,
+        kept_weights=len(config.keep_at or ()),
     )
 
 
@@ -269,7 +280,7 @@ def sum_runs(estimates: Sequence[RunEstimate], devices: int) -> SweepTotals:
     """Add up the costs of all runs.
 
     A sweep of many runs keeps its devices busy, if each run has its ``--nproc`` devices; the time is at least that of
-    the longest run.
+    the longest run, together with the runs that it continues.
 
     Args:
         estimates: estimates of all runs.
@@ -284,12 +295,12 @@ def sum_runs(estimates: Sequence[RunEstimate], devices: int) -> SweepTotals:
     processes = max(estimate.load.processes for estimate in estimates)
     if devices < processes:
         raise UserError(f"--devices {devices}: a run uses {processes}, its --nproc × --nodes: raise --devices")
-    by_run = [(e, e.device_seconds) for e in estimates]
+    device_seconds = [e.device_seconds for e in estimates]
     device_hours = hours = None
-    if all(seconds is not None for _, seconds in by_run):
-        device_hours = sum(e.seeds * (seconds or 0.0) for e, seconds in by_run) / 3600
-        longest = max((seconds or 0.0) / e.load.processes for e, seconds in by_run) / 3600
-        hours = max(device_hours / devices, longest)
+    if None not in device_seconds:
+        device_hours = sum(e.seeds * (e.device_seconds or 0.0) for e in estimates) / 3600
+        by_name = {e.name: e for e in estimates}
+        hours = max(device_hours / devices, *(_sequential_seconds(e, by_name) / 3600 for e in estimates))
     evaluation = [e.evaluation_flops for e in estimates]
     return SweepTotals(
         runs=sum(e.seeds for e in estimates),
@@ -298,7 +309,14 @@ def sum_runs(estimates: Sequence[RunEstimate], devices: int) -> SweepTotals:
         evaluation_flops=None
         if any(value is None for value in evaluation)
         else sum(e.seeds * (value or 0.0) for e, value in zip(estimates, evaluation, strict=True)),
-        checkpoints=sum(e.seeds * CHECKPOINTS * e.checkpoint for e in estimates),
+        checkpoints=sum(e.seeds * e.stored_bytes for e in estimates),
         device_hours=device_hours,
         hours=hours,
     )
+
+
+def _sequential_seconds(estimate: RunEstimate, by_name: Mapping[str, RunEstimate]) -> float:
+    """Return the seconds of a run and of the runs that have to be finished before."""
+    before = by_name.get(estimate.continues or "")
+    seconds = (estimate.device_seconds or 0.0) / estimate.load.processes
+    return seconds if before is None else seconds + _sequential_seconds(before, by_name)

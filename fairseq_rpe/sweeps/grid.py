@@ -330,6 +330,11 @@ def lengths_within_limit(limit: int | None, lengths: Sequence[int], method: Meth
     beyond = [n for n in lengths if limit is not None and n > limit]
     if not beyond:
         return list(lengths), ""
+    if not limit:
+        raise UserError(
+            f"{method.name}: the encoding has fewer positions than '{method.positions_eval}' uses: give it a larger "
+            "max_positions, or leave the method out"
+        )
     message = f"{method.name}: its positions end at {limit} {unit}, so it is not evaluated at"
     message += f" {beyond[0]}" if len(beyond) == 1 else f" {len(beyond)} lengths from {beyond[0]} to {beyond[-1]}"
     if len(beyond) == len(lengths):

@@ -35,6 +35,7 @@ RESERVED_SETTINGS = {
 # parameters that submitit has for all clusters; the others are SLURM's
 _COMMON = ("name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node")
 _ADDITIONAL = "additional_parameters."
+_LISTS = ("setup", "teardown", "srun_args")  # parameters of submitit that are lists
 _MAX_TIMEOUTS = 100  # a run resumes from its last checkpoint, so one job may time out often
 _POLL_SECONDS = 5.0
 # the environment of a job; its cores and GPUs are those that SLURM allocates
@@ -51,6 +52,9 @@ def job_settings(sweep: Sweep, options: Sequence[tuple[str, str]]) -> dict[str, 
 
     Returns:
         Parameters by name.
+
+    Raises:
+        UserError: ``additional_parameters`` has no name of an option of sbatch.
     """
     settings: dict[str, object] = {"name": sweep.out.name, "nodes": sweep.base_config.nodes, "tasks_per_node": 1}
     if sweep.base_config.device != "cpu":
@@ -59,8 +63,12 @@ def job_settings(sweep: Sweep, options: Sequence[tuple[str, str]]) -> dict[str, 
         settings["array_parallelism"] = sweep.jobs
     additional: dict[str, object] = {}
     for key, value in options:
+        if key == _ADDITIONAL.removesuffix("."):
+            raise UserError(f"--slurm {key}={value}: write {_ADDITIONAL}NAME={value}, with an option NAME of sbatch")
         table = additional if key.startswith(_ADDITIONAL) else settings
-        table[key.removeprefix(_ADDITIONAL)] = _parse_value(value)
+        parsed = _parse_value(value)
+        is_list = key in _LISTS and not isinstance(parsed, list) and parsed is not None
+        table[key.removeprefix(_ADDITIONAL)] = [value] if is_list else parsed
     return {**settings, "additional_parameters": additional} if additional else settings
 
 
@@ -106,9 +114,16 @@ def submit_and_wait(
     busy = [run for run in pending if _is_busy(run)]
     for run in busy:
         print(f"{run.name} is already being run by a job of an earlier call: leaving it to that job", file=sys.stderr)
-    submitted = {run: _log_sizes(stages) for run, stages in pending.items() if run not in busy}
+    waiting = [run for run in pending if run.parent in busy and run not in busy]
+    submitted = {run: _log_sizes(stages) for run, stages in pending.items() if run not in (*busy, *waiting)}
     error = _submit(sweep, options, list(submitted)) if submitted else ""
     failures = [f"{run.name} is not finished: another job is busy with it, see squeue" for run in busy]
+    failures += [
+        f"{run.name} is not started: it continues {run.parent.name}, which another job is busy with: repeat the "
+        "command when that job has ended"
+        for run in waiting
+        if run.parent
+    ]
     for run, log_sizes in submitted.items():
         if remaining := run.remaining_stages():
             stage = remaining[0]
@@ -145,15 +160,31 @@ def make_executor(sweep: Sweep, options: Sequence[tuple[str, str]]) -> submitit.
     return executor
 
 
+def _submit_array(
+    sweep: Sweep, options: Sequence[tuple[str, str]], runs: Sequence[SweepRun]
+) -> list[submitit.Job[None]]:
+    """Submit one job array.
+
+    Raises:
+        UserError: sbatch refuses it.
+    """
+    from submitit.core.utils import FailedJobError
+
+    try:
+        return make_executor(sweep, options).map_array(SweepJob(), runs)
+    except FailedJobError as error:
+        raise UserError(f"sbatch refuses the jobs: {' '.join(str(error).split())}: correct --slurm") from None
+
+
 def _submit(sweep: Sweep, options: Sequence[tuple[str, str]], runs: list[SweepRun]) -> str:
     """Submit the jobs and wait for them; return the message of the first failed one."""
     independent = [run for run in runs if run.parent not in runs]
-    jobs = make_executor(sweep, options).map_array(SweepJob(), independent)
+    jobs = _submit_array(sweep, options, independent)
     if continued := [run for run in runs if run.parent in runs]:
         # afterany: the job that continues a failed run reports that failure
         job_ids = {run: job.job_id for run, job in zip(independent, jobs, strict=True)}
         dependency = ":".join(["afterany", *dict.fromkeys(job_ids[run.parent] for run in continued if run.parent)])
-        jobs = [*jobs, *make_executor(sweep, [*options, ("dependency", dependency)]).map_array(SweepJob(), continued)]
+        jobs = [*jobs, *_submit_array(sweep, [*options, ("dependency", dependency)], continued)]
     ids = ", ".join(job.job_id for job in jobs)
     print(
         f"{len(jobs)} jobs for SLURM ({ids}), of {', '.join(c.name for c in (*independent, *continued))}",

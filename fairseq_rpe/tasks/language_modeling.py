@@ -108,8 +108,9 @@ class SeparateDocuments(MonolingualDataset):
         batch = super().collater(samples)
         if batch:
             documents = data_utils.collate_tokens([s["documents"] for s in samples], -1)
-            length = batch["net_input"]["src_tokens"].shape[1]
-            batch["net_input"]["documents"] = F.pad(documents, (0, length - documents.shape[1]), value=-1)
+            rows, length = batch["net_input"]["src_tokens"].shape  # fairseq pads both
+            padding = (0, length - documents.shape[1], 0, rows - len(documents))
+            batch["net_input"]["documents"] = F.pad(documents, padding, value=-1)
         return batch
 
 

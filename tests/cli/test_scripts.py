@@ -164,6 +164,8 @@ def test_quickstart_prepares_then_sweeps(copy):
         assert f"[{word}]" in swept
     assert len(after.splitlines()) == 3 and f"--logdir '{copy}/runs/quickstart/tensorboard'" in after
     assert f"figures --sweep '{copy}/runs/quickstart'" in after and "quickstart.sh' --encodings" in after
+    elsewhere = call(copy / "scripts/quickstart.sh", "--out", "a b").stdout
+    assert "--logdir 'a b/tensorboard'" in elsewhere and "figures --sweep 'a b'" in elsewhere
 
 
 def test_every_requirement_is_pinned_and_torch_is_no_cuda_default():

@@ -193,6 +193,6 @@ def test_the_report_says_what_it_would_do(tmp_path, python):
         assert all(Path(word).exists() for word in line.split() if word.startswith(str(ROOT)) and "runs" not in word)
     code, out, err = report("--help")
     assert code == 0 and out.startswith("usage: scripts/gpu_report.sh") and err == ""
-    for words in (("--fast",), ("--device", "tpu"), ("--out", "")):
+    for words in (("--fast",), ("--device", "tpu"), ("--out", ""), ("--out",)):
         code, out, err = report(*words)
         assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and out == ""

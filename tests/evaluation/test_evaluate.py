@@ -12,9 +12,11 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import checkpoint_with, make_model, run, run_here
+from fairseq.data import TokenBlockDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measuring import PAD, bits, make_sensitive, reference_losses, refusal, rows_of, sums_by_position, write_text
@@ -33,6 +35,7 @@ from fairseq_rpe.evaluation.records import TextKey, TextRequest
 from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
 from fairseq_rpe.runs import checkpoints
+from fairseq_rpe.tasks.language_modeling import SeparateDocuments
 from fairseq_rpe.utils import records
 
 TRAINED = 32  # tokens of a block in the training of the checkpoints here
@@ -119,6 +122,16 @@ def test_every_token_is_scored_once_at_its_position(sensitive, task, documents, 
     assert max(counts) <= 20 and segments.sums().sum() == pytest.approx(found.loss_base2 * len(text), rel=1e-6)
     for segment, loss in zip(token_nats.split(counts), segments.sums(), strict=True):
         assert loss == pytest.approx(float(segment.sum()) / math.log(2), rel=1e-4, abs=1e-4)
+
+
+def test_padded_rows_belong_to_no_document(task):
+    """As fairseq pads batches with --pad-to-fixed-bsz and --pad-to-fixed-length."""
+    blocks = TokenBlockDataset([torch.arange(4, 17)], [13], 5, PAD, 2, break_mode="none", include_targets=True)
+    padding = {"fixed_pad_length": 8, "pad_to_bsz": 4}
+    words = task.source_dictionary
+    data = SeparateDocuments(blocks, np.array([7, 13]), words, tgt_vocab=words, targets=["future"], **padding)
+    documents = data.collater([data[1], data[2]])["net_input"]["documents"]
+    assert documents.tolist() == [[0, 0, 1, 1, 1, -1, -1, -1], [1, 1, 1] + [-1] * 5, [-1] * 8, [-1] * 8]
 
 
 CASES = [

@@ -6,12 +6,13 @@ import sys
 from dataclasses import dataclass
 
 import pytest
+import torch
 from conftest import run
 
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.encodings import registry as encoding_registry
-from fairseq_rpe.evaluation.position_limits import LIMITED_ENCODINGS, is_random, max_length, method_limit
+from fairseq_rpe.evaluation.position_limits import LIMITED_ENCODINGS, is_random, length_within, max_length, method_limit
 from fairseq_rpe.positions import registry
 
 SPECS = [
@@ -60,12 +61,27 @@ def test_users_transforms_are_known_once_they_are_registered(monkeypatch):
         ("learned", None, 64),
         ("3*alibi|learned:max_positions=90", "randomized:max_position=80", 80),
         ("tupe:max_positions=90|rope", None, 90),
+        ("learned", "offset:tokens=10", 54),
+        ("learned", "shape:max_position=10", 55),
+        ("learned", "randomized:max_position=65", 0),
         ("alibi", None, None),
         ("my_own:x=3", None, None),
     ],
 )
 def test_limit_of_a_method(rpe, positions_eval, limit):
     assert method_limit(rpe, positions_eval, 64) == limit
+
+
+@pytest.mark.parametrize("spec", ["identity", "offset:tokens=7", "shape:max_position=4", "randomized:max_position=20"])
+def test_positions_of_a_row_are_within_the_table(spec):
+    """The last position of many drawn rows of the longest length, and of one token more, of a table of 20 rows."""
+    transform, rows = positions.build(spec, 8), 20
+    longest = length_within(spec, 8, rows)
+    last = []
+    for length in {longest, min(longest + 1, transform.max_length or rows + 1)}:
+        index, lengths = torch.arange(float(length))[None], torch.full((200,), length)
+        last.append(int(transform(index, lengths, torch.Generator().manual_seed(1)).k.max()))
+    assert last[0] == rows - 1 and (len(last) == 1 or last[1] == rows)
 
 
 def test_all_encodings_with_a_limit_are_known():

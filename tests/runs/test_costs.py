@@ -233,6 +233,24 @@ def test_plan_multiplies_seeds_and_states_what_is_not_known():
     assert f"time (estimate): {hours:.1f} device hours at 640 tokens per second" in text
 
 
+def test_plan_adds_what_a_continued_training_waits_for(tmp_path, corpus):
+    recipe = tmp_path / "two.toml"
+    methods = '[methods.a]\nrpe = "rope"\n[methods.b]\nrpe = "rope"\ncontinues = "a"\n'
+    preset = "[presets.laptop]\ntokens = 32\nupdates = 20\nlengths = [64]\n[presets.laptop.further.b]\nupdates = 10\n"
+    recipe.write_text(f'title = "t"\npaper = "p"\nkind = "text"\n{methods}{preset}')
+    argv = ["plan", corpus, "--recipe", recipe, "--tokens-per-second", "9", "--devices", "9", "--json"]
+    a, b, total = map(json.loads, run_here(*argv).stdout.splitlines())
+    assert total["total"]["hours"] == pytest.approx(a["device_hours"] + b["device_hours"])
+
+
+def test_plan_counts_weights_that_are_kept_for_evaluations(corpus):
+    argv = ["plan", corpus, "--rpe", "alibi", "--lengths", "64", "--updates", "20", "--json"]
+    run, total = map(json.loads, run_here(*argv).stdout.splitlines())
+    kept = json.loads(run_here(*argv, "--evaluate-at", "2,5").stdout.splitlines()[-1])
+    weights = 2 * 4 * run["parameters"]["total"]
+    assert kept["total"]["checkpoints"] == total["total"]["checkpoints"] + weights
+
+
 def test_plan_reads_the_data_and_counts_a_training_and_its_evaluation(corpus):
     from fairseq_rpe.data.folder import count_tokens, read_dictionary
 

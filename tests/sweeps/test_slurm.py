@@ -30,6 +30,13 @@ def command(data: Path, out: Path, encodings: str, *more: str, device: str = "cp
     return [*base, "--batch-sentences", "4", "--lengths", "64", *more, *QUIET]
 
 
+class Run:
+    """What SLURM's jobs need of a run of a sweep."""
+
+    def __init__(self, name: str, lock: Path, parent: Run | None = None) -> None:
+        self.name, self.parent, self.folder = name, parent, SimpleNamespace(lock=lock)
+
+
 def submitted(folder: Path) -> dict[str, str]:
     """What sbatch was given: job numbers with their scripts."""
     return {path.stem: path.read_text() for path in sorted(folder.glob("*.sh"))}
@@ -87,6 +94,12 @@ def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
     assert "\nmodule load cuda\nmodule load gcc\n" in script and job.paths.folder.parent == tmp_path / "out/slurm"
     with pytest.raises(files.UserError, match="--slurm: .*partitoin"):
         slurm.make_executor(sweep, [("partitoin", "gpu")])
+    assert slurm.job_settings(sweep, [("setup", "module load cuda")])["setup"] == ["module load cuda"]
+    with pytest.raises(files.UserError, match="write additional_parameters.NAME=x"):
+        slurm.make_executor(sweep, [("additional_parameters", "x")])
+    (cluster / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    with pytest.raises(files.UserError, match="sbatch refuses the jobs: .*invalid partition.*correct --slurm"):
+        slurm.submit_and_wait(sweep, [], {Run("run", tmp_path / ".lock"): []})
 
 
 def test_refusals_in_one_line(corpus, tmp_path, monkeypatch):
@@ -131,6 +144,15 @@ def test_a_job_does_what_is_left_of_a_run_and_one_that_an_earlier_job_is_busy_wi
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "nope-seed1 is not finished: another job is busy with it" in line
     assert [row[:2] for row in results(out)] == [("alibi", "32"), ("alibi", "64")]
+
+
+def test_a_run_waits_for_the_busy_one_that_it_continues(tmp_path, monkeypatch):
+    parent = Run("first", tmp_path / ".lock")
+    child = Run("second", tmp_path / ".lock2", parent)
+    monkeypatch.setattr(slurm, "_submit", None)  # no job is submitted
+    with files.exclusive_lock(parent.folder.lock, "busy"):
+        _, line = slurm.submit_and_wait(None, [], {parent: [], child: []})
+    assert line.startswith("second is not started: it continues first, which another job is busy with")
 
 
 def results(out: Path) -> list[tuple[str, str, float]]:
