@@ -224,6 +224,10 @@ class Retrieval(DepthTask):
     def __init__(self, name: str, config: Any) -> None:
         super().__init__(name, config)
         pairs, keys = self.num_pairs(self.max_length("test")), config.alphabet**config.key
+        if keys >= 1 << 63:  # the numbers that NumPy draws
+            raise UserError(
+                f"'{self.spec}': {config.alphabet}^{config.key} keys are 2^63 or more: lower key or alphabet"
+            )
         if pairs > keys:
             raise UserError(
                 f"'{self.spec}': {self.max_length('test')} tokens hold {pairs} pairs and there are {keys} keys: "

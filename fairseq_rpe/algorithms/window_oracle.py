@@ -10,7 +10,8 @@ def window_accuracy(algorithm: Algorithm, examples: Iterable[Example], window: i
 
     The reader answers with :meth:`~fairseq_rpe.algorithms.base.Algorithm.answer_from_suffix`, and guesses if the tokens
     do not determine an answer. In tasks with labels, the window ends at each label, and the accuracy is the mean over
-    labels. A model whose layers together reach back fewer tokens cannot get more on average.
+    labels. This is nearly the most that a model gets on average whose layers together reach back fewer tokens; it could
+    only guess better, from what the tokens show of the answer.
 
     Args:
         algorithm: Task of the examples.

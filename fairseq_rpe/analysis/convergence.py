@@ -141,10 +141,28 @@ def formula_verdict(text: str) -> HeadVerdict:
 
 
 def formula_weights(text: str, keys: int) -> Tensor:
-    """Return the weights b_0 … b_(keys-1) of a formula, float64; raise UserError as :func:`formula_verdict` does."""
+    """Return b_0 … b_(keys-1) of a formula, divided by the largest of them.
+
+    Args:
+        text: formula of the log-bias.
+        keys: number of distances.
+
+    Returns:
+        (keys,) float64.
+
+    Raises:
+        UserError: as :func:`formula_verdict`.
+    """
     n = np.arange(keys, dtype=np.float64)
     low, high = float_ranges(_parse_and_check(text), n, n)
-    return torch.from_numpy(np.exp((low + high) / 2))
+    return scaled_weights(torch.from_numpy((low + high) / 2))
+
+
+def scaled_weights(log_bias: Tensor) -> Tensor:
+    """Return exp(bias) (…, m) in float64, divided by its largest value of a row; a row of -inf becomes 0."""
+    log_bias = log_bias.double()
+    largest = log_bias.amax(-1, keepdim=True)
+    return (log_bias - largest.where(largest.isfinite(), torch.zeros_like(largest))).exp()
 
 
 def _parse_and_check(text: str) -> sympy.Expr:

@@ -16,6 +16,7 @@ numbers of keys count from 1, so the j nearest keys are those at the distances 0
 """
 
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 import torch
@@ -61,7 +62,7 @@ def quantised_curve(weights: Tensor) -> tuple[Tensor, Tensor]:
         weights: (…, m) attention weights w_t >= 0 of the keys at the distances t = 0 … m-1.
 
     Returns:
-        ε (50,) in float64 and n/m (…, 50) in the default dtype.
+        ε (50,) and n/m (…, 50) in float64.
     """
     m = weights.shape[-1]
     epsilons = torch.linspace(1, 0, 50, dtype=torch.float64, device=weights.device)
@@ -71,7 +72,7 @@ def quantised_curve(weights: Tensor) -> tuple[Tensor, Tensor]:
     mass_of_nearest = torch.cat([torch.zeros_like(total), mass_of_nearest[..., :-1]], dim=-1)
     n = torch.searchsorted(mass_of_nearest, (total * (1 - epsilons)).contiguous())  # (…, 50)
     n[..., -1] = m
-    return epsilons, n / m
+    return epsilons, n.double() / m
 
 
 def check_epsilons(epsilons: Sequence[float | Fraction], name: str = "epsilon") -> None:
@@ -83,7 +84,9 @@ def check_epsilons(epsilons: Sequence[float | Fraction], name: str = "epsilon") 
     """
     for e in epsilons:
         if not 0 < e < 1:
-            raise UserError(f"{name} {float(e):g} is not between 0 and 1: it is the part of the attention left out")
+            # Decimal: a fraction may be too large for a float
+            shown = Decimal(e.numerator) / e.denominator if isinstance(e, Fraction) else e
+            raise UserError(f"{name} {shown:g} is not between 0 and 1: it is the part of the attention left out")
 
 
 def log_spaced_distances(length: int) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from fairseq_rpe.analysis.convergence import HeadVerdict, formula_verdict, formula_weights, verdict
+from fairseq_rpe.analysis.convergence import HeadVerdict, formula_verdict, formula_weights, scaled_weights, verdict
 from fairseq_rpe.analysis.empirical_receptive_field import quantised_curve
 from fairseq_rpe.analysis.layer_stack import summarise_stack
 from fairseq_rpe.core.layer_pattern import format_layers
@@ -66,8 +66,8 @@ def head_verdicts(source: Source) -> list[HeadRow]:
 
 
 def head_weights(source: Source, keys: int) -> list[tuple[HeadIndex, Tensor]]:
-    """Return the weights b_0 … b_(keys-1) of every head, float64."""
-    return list(_per_head(source, lambda f: formula_weights(f, keys), lambda e: e.bias_profile(keys).exp().double()))
+    """Return the weights b_0 … b_(keys-1) of every head in float64, divided by the largest one of the head."""
+    return list(_per_head(source, lambda f: formula_weights(f, keys), lambda e: scaled_weights(e.bias_profile(keys))))
 
 
 def _per_head(

@@ -99,7 +99,9 @@ def _set_score_axes(axes: Axes, panel: _Panel, tuned_at: int, longest: int, is_n
         set_length_axis(axes, lengths)
         if any(2 * a > b > _LONG_LENGTH for a, b in pairwise(lengths)):
             axes.tick_params(axis="x", labelrotation=90 if is_narrow else 45)
-    axes.set(xlabel=("\n" if is_narrow else "; ").join(x_label), ylabel=f"{panel.metric} (%)", ylim=(0, None))
+    axes.set(xlabel=("\n" if is_narrow else "; ").join(x_label), ylabel=f"{panel.metric} (%)")
+    if all(score >= 0 for points in panel.curves.values() for seeds in points.values() for score in seeds):
+        axes.set_ylim(bottom=0)
     set_title(axes, panel.title())
 
 

@@ -153,25 +153,28 @@ def draw_mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequenc
 
 
 def draw_exact_match(
-    curves: Mapping[str, Mapping[str, Band]], trained: Mapping[str, int], units: Mapping[str, str] | None = None
+    curves: Mapping[str, Mapping[str, Band]],
+    trained: Mapping[str, tuple[int, int]],
+    units: Mapping[str, str] | None = None,
+    measure: str = "exact match",
 ) -> Figure:
-    """Draw exact match in per cent against the number of items, a panel per task.
+    """Draw accuracy in per cent against the number of items, a panel per task.
 
     Args:
         curves: task -> label -> items -> a value for each seed; more than twelve labels are drawn as rows of heat maps.
-        trained: task -> largest number of items in training, up to which the panel is shaded.
+        trained: task -> smallest and largest number of items in training, between which the panel is shaded.
         units: task -> what is counted instead of items.
+        measure: name of the accuracy.
     """
     columns = panel_columns(len(curves), 2)
     lines = math.ceil(len(curves) / columns)
     names = list(dict.fromkeys(label for task_curves in curves.values() for label in task_curves))
     if exceeds_line_limit(names):
-        return _exact_match_maps(curves, names, trained, units or {}, lines, columns)
+        return _exact_match_maps(curves, names, trained, units or {}, measure)
     figure, all_axes = panels(lines, columns, (figure_width(columns), 0.6 + 2.5 * lines), sharey=True)
     looks = assign_looks(names)
     for (task, task_curves), axes in zip(curves.items(), all_axes, strict=False):
-        fewest = min(n for points in task_curves.values() for n in points)
-        axes.axvspan(min(2, fewest), trained[task], color="0.9", label="training range")
+        axes.axvspan(*trained[task], color="0.9", label="training range")
         for label, points in task_curves.items():
             # markers of coinciding lines are shifted from each other
             every = max(1, len(points) // 10)
@@ -180,7 +183,7 @@ def draw_exact_match(
         axes.xaxis.get_major_locator().set_params(integer=True)
         set_title(axes, "\n".join(filter(None, (task, seeds_caption(task_curves.values())))))
     for axes in all_axes[::columns]:
-        axes.set_ylabel("exact match (%)")
+        axes.set_ylabel(f"{measure} (%)")
     hide_unused(all_axes, len(curves))
     handles = {
         name: handle for axes in all_axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
@@ -193,24 +196,25 @@ def draw_exact_match(
 def _exact_match_maps(
     curves: Mapping[str, Mapping[str, Band]],
     names: Sequence[str],
-    trained: Mapping[str, int],
+    trained: Mapping[str, tuple[int, int]],
     units: Mapping[str, str],
-    lines: int,
-    columns: int,
+    measure: str,
 ) -> Figure:
     """Draw a heat map per task, all with the same rows; a dashed line after the largest number of items in training."""
+    columns = panel_columns(len(curves), 2)
+    lines = math.ceil(len(curves) / columns)
     figure, all_axes = map_panels(lines, columns, len(names))
     scale = None
     for (task, task_curves), axes in zip(curves.items(), all_axes, strict=False):
         rows = {name: seed_means(task_curves.get(name, {})) for name in names}
         about = task, seeds_caption(task_curves.values()).partition(";")[0]
         scale = draw_map(
-            axes, rows, Normalize(0, 100), "\n".join(filter(None, about)), numbers=rows, after=trained[task]
+            axes, rows, Normalize(0, 100), "\n".join(filter(None, about)), numbers=rows, after=trained[task][1]
         )
         axes.set_xlabel(f"{units.get(task, 'items')}\ndashed: the most in training")
     hide_unused(all_axes, len(curves))
     if scale is not None:
-        add_colour_bar(figure, all_axes, scale, "exact match (%)")
+        add_colour_bar(figure, all_axes, scale, f"{measure} (%)")
     return figure
 
 

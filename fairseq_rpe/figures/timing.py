@@ -107,6 +107,7 @@ def draw_side_by_side(
     lengths = sorted({n for points in curves for n, _ in points})
     columns = panel_columns(len(keys), _MAX_COLUMNS, narrowest=1.3)
     lines_per_row = math.ceil(len(keys) / columns)
+    rows = rows or {"": {}}  # an empty row for the message that nothing was timed
     width = max(COLUMN, min(PAGE, 1.0 + 1.4 * columns))
     size = width, 1.0 + 1.6 * lines_per_row * len(rows)
     figure, all_axes = panels(lines_per_row * len(rows), columns, size, sharex=True, sharey=True)

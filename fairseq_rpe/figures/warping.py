@@ -126,7 +126,8 @@ def draw_attention_curves(setting: WarpSetting, data: AttentionCurves) -> Figure
     figure, (axes,) = panels(1, 1, (figure_width(), 4.0))
     _lower_bound(axes, data.distances)
     looks = assign_looks(["rope", "alibi"])
-    for (head_width, y), thick in zip(data.rope.items(), (0.5, 0.9, 2.2), strict=False):
+    for number, (head_width, y) in enumerate(data.rope.items()):
+        thick = 2.2 if head_width is None else 0.5 + 0.4 * number
         name = "RoPE, wide head" if head_width is None else f"RoPE, head width {head_width}"
         _plot(axes, data.distances, y, name, looks["rope"].colour, linewidth=thick)
     for (head, y), style in zip(data.alibi.items(), DASHES, strict=True):

@@ -271,7 +271,8 @@ class ClozeDocument:
         """Return whether letters are part of a word such as Jean-Paul; a genitive's 's is no part."""
         text = self._text
         is_genitive = text[end : end + 2] in ("'s", "’s")
-        return not is_genitive and bool({text[start - 1], text[end : end + 1]} & _JOINERS)
+        is_joined_after = not is_genitive and text[end : end + 1] in _JOINERS
+        return is_joined_after or text[max(start - 1, 0) : start] in _JOINERS
 
     def sentences(self) -> list[Sentence]:
         """Return the sentences of the document."""

@@ -481,6 +481,8 @@ class _QuestionSampler:
         percent = " to ".join(f"{100 * edge / BINS:g}" for edge in (distance_bin, distance_bin + 1))
         problem = f"has {count} questions with the answer {percent} % of the passage back, not {quota}"
         remedy = f"give it more text or use fewer {tokens_flag}"
+        if not count and self._options.source != "next":
+            remedy = f"give it more text, or use more {tokens_flag} if sentences are longer than 1/{BINS} of a passage"
         if count:
             questions_flag = "--questions" if split == "train" else "--valid-questions"
             remedy = f"use {questions_flag} {BINS * count} or give it more text"

@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -61,7 +61,9 @@ class NamePermutation:
         names = list(dict.fromkeys((*question.choices, *question.question_names)))
         pattern = re.compile(rf"(?<![^\W\d_])(?:{'|'.join(map(re.escape, names))})(?![^\W\d_])")
         seed_text = f"{self._seed}\0{document_digest}\0{question.gap_start}\0{question.passage_end}"
-        for new_names in self._draw(names, seed_text):
+        # rare names are words of the passage that are not exchanged: a new name must be none of them
+        words = {word[0] for word in LETTERS.finditer(passage)}.difference(names)
+        for new_names in self._draw(names, words, seed_text):
             renamed, new_passage = _rename(question, passage, new_names, pattern)
             if self._token_count(renamed, new_passage) <= max_tokens:
                 return renamed, new_passage
@@ -70,16 +72,16 @@ class NamePermutation:
             "or leave out --entity-names exchanged"
         )
 
-    def _draw(self, names: list[str], seed_text: str) -> Iterator[Mapping[str, str]]:
-        """Yield new names by old name, each of as many tokens as the old one, or else of fewer."""
+    def _draw(self, names: list[str], words: set[str], seed_text: str) -> Iterator[Mapping[str, str]]:
+        """Yield new names by old name, none of ``words``, each of as many tokens as the old one, or else of fewer."""
         for attempt in range(_ATTEMPTS):
             generator = seeded_generator(f"{seed_text}\0{attempt}")
             new_names: dict[str, str] = {}
             for name in names:
                 candidates = self._longest_unused({name, *new_names.values()}, self._name_size(name))
-                if not candidates:
+                if words.issuperset(candidates):
                     return
-                new_names[name] = candidates[int(generator.integers(len(candidates)))]
+                new_names[name] = _draw_other(candidates, words, generator)
             yield new_names
 
     def _longest_unused(self, used: set[str], max_size: int) -> list[str]:
@@ -97,6 +99,13 @@ class NamePermutation:
 
     def _token_count(self, question: ClozeQuestion, passage: str) -> int:
         return sum(len(self._encode(text)) for text in (question.prompt, passage, question.cue) if text)
+
+
+def _draw_other(names: Sequence[str], words: set[str], generator: np.random.Generator) -> str:
+    """Draw one of ``names`` that is none of ``words``, of which there is at least one."""
+    while (name := names[int(generator.integers(len(names)))]) in words:
+        pass
+    return name
 
 
 def _rename(
@@ -180,9 +189,10 @@ def insert_needle(
     """
     generator = seeded_generator(f"{seed_text}\0{question.gap_start}\0{question.passage_end}")
     unused = sorted(set(names).difference(question.choices))
-    if not unused:
+    words = {word[0] for word in LETTERS.finditer(passage)}  # rare names of the passage are no choices
+    if words.issuperset(unused):
         raise UserError("the training texts have too few names to plant another one: give more texts")
-    answer = unused[int(generator.integers(len(unused)))]
+    answer = _draw_other(unused, words, generator)
     needle_start = question.gap_start - question.passage_start  # character of the passage
     text = f"{passage[:needle_start]}{NEEDLE} {answer}. {passage[needle_start:]}"
     choices = (*question.choices, answer)

@@ -55,7 +55,7 @@ class Question:
         distance: Words between the evidence for the answer and the end of the document.
     """
 
-    id: str
+    id: NonEmptyText
     prompt: str
     answers: tuple[str, ...]
     document: str = ""
@@ -73,12 +73,14 @@ def check_question(question: Question, source: str) -> None:
         source: Its file and line, for messages.
 
     Raises:
-        UserError: It has no text or no answer, or an answer is empty or not among the choices.
+        UserError: It has no text or no answer, an answer or a choice is empty, or an answer is not among the choices.
     """
     if not (question.prompt + question.document + question.cue).strip():
         raise UserError(f"{source}: question '{question.id}' has an empty prompt: {_REMEDY}")
     if not question.answers:
         raise UserError(f"{source}: question '{question.id}' has no answer: it cannot be scored, leave it out")
+    if not all(choice.strip() for choice in question.choices):
+        raise UserError(f"{source}: question '{question.id}' has an empty choice: {_REMEDY}")
     for answer in question.answers:
         if not answer.strip():
             raise UserError(f"{source}: question '{question.id}' has an empty answer: {_REMEDY} or leave it out")

@@ -37,11 +37,13 @@ def mixture_weights(spec: str, rows: Mapping[str, int]) -> dict[str, float]:
     elif kind == "capped" and number.isascii() and number.isdigit() and int(number):
         weights = {name: float(min(n, int(number))) for name, n in rows.items()}
     elif kind == "temperature" and (power := _parse_positive(number)):
-        weights = {name: n ** (1 / power) for name, n in rows.items()}
+        largest = max(rows.values())
+        weights = {name: (n / largest) ** (1 / power) for name, n in rows.items()}
     else:
         raise UserError(f"--mixture {spec} is not one of {MIXTURES}: choose one, N and T above 0")
-    total = sum(weights.values())
-    return {name: weights[name] / total for name in rows}
+    largest_weight = max(weights.values())  # divides first, as a sum of large weights may be infinite
+    total = sum(weight / largest_weight for weight in weights.values())
+    return {name: weights[name] / largest_weight / total for name in rows}
 
 
 def _parse_positive(text: str) -> float:

@@ -395,17 +395,20 @@ def _draw_learned_query_biases(gallery: TrainedGallery) -> dict[str, Figure]:
     train_length = gallery.record.settings.tokens or gallery.length
     queries = sorted({train_length // 2, train_length, gallery.length})
     figures = {}
-    for name, layers in gallery.encodings.items():
-        learned = [
-            encoding
-            for encoding in layers
+    for name, loaded in gallery.encodings.items():
+        learned = {
+            loaded.layers(instance)[0]: encoding
+            for instance, encoding in enumerate(loaded)
             if isinstance(encoding, PairwiseBias)
             and _has_parameters(encoding)
-            and _has_bias_at(encoding, gallery.length)
-        ]
+            and _has_bias_at(encoding, queries[0] + 1)
+        }
+        # a table of positions may end before the last query
+        shown = [query for query in queries if all(_has_bias_at(e, query + 1) for e in learned.values())]
         if learned:
-            rows = {query: _query_biases(learned, query) for query in queries}
-            figures[f"queries-{slug(name, gallery.seed)}"] = biases.draw_query_biases(rows, name)
+            rows = {query: _query_biases(list(learned.values()), query) for query in shown}
+            numbers = list(learned) if len(loaded) > 1 else ()
+            figures[f"queries-{slug(name, gallery.seed)}"] = biases.draw_query_biases(rows, name, numbers)
     return figures
 
 

@@ -190,6 +190,7 @@ REFUSED = {
     "summation:alphabet=5": "'summation' has no option 'alphabet'",
     **dict.fromkeys(("copy:times=0", "copy:train=0"), "must be at least 1"),
     "copy:seed=-1": "'seed' of 'copy' must be at least 0",
+    "retrieval:key=16,items=200,least=60": "30.16 keys are 2.63 or more: lower key or alphabet",
     "copy:items=6,least=7": "least=7 is more than items=6, the most in training: lower least",
 }
 

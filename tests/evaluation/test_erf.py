@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from fractions import Fraction
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_n_emp_by_hand_and_against_the_closed_form():
     assert n_emp((-(2.0**-8) * d).exp(), EPSILONS).tolist() == [178, 590, 1179]
     assert n_emp(1 / (1 + d) ** 2, EPSILONS).tolist() == [1, 6, 61]
     assert n_emp((-((1 + d).log() ** 2)).exp(), EPSILONS).tolist() == [2, 4, 9]
-    for bad in (0.0, 1.0, -0.1, float("nan")):
+    for bad in (0.0, 1.0, -0.1, float("nan"), Fraction(10**400)):
         with pytest.raises(UserError, match="is not between 0 and 1"):
             n_emp(d, [bad])
 

@@ -13,7 +13,7 @@ from fairseq_rpe.data.tokenization import load_encoder
 from fairseq_rpe.questions import cloze
 from fairseq_rpe.questions.cloze import BINS, BLANK, ClozeDocument, ClozeQuestion
 from fairseq_rpe.questions.cloze_dataset import ClozeOptions, prepare_cloze
-from fairseq_rpe.questions.cloze_variants import NEEDLE, NamePermutation, insert_needle
+from fairseq_rpe.questions.cloze_variants import NEEDLE, NamePermutation, NeedleDocument, insert_needle
 
 NAMES = ("Tamsin", "Bren", "Ula", "Ivo", "Sela", "Nils", "Oda", "Quill", "Orrin", "Marten", "Petra", "Hob")
 SENTENCES = (
@@ -94,6 +94,15 @@ def test_names_are_capitalised_within_sentences_and_never_written_small():
     found = ClozeDocument(text + "Mr. Hob, Mr. Ula. " * 6, encode, lambda name: name != "Petra").names
     # never within a sentence, or small as well, or before another name, or one that cannot be an answer
     assert not {"But", "Hope", "Lady", "New", "Petra"} & set(found) and {"Ivo", "Quill", "Sela", "Oda"} <= set(found)
+
+
+def test_letters_of_a_longer_word_are_no_mention():
+    text = (
+        "Paul said that Jean-Paul went. " * 3 + "Then Paul's hat and Jean-Paul's hat fell on Paul-Henri. " * 3 + "‘No.’"
+    )
+    document = NeedleDocument("Paul. " + text, encode, lambda name: True)
+    found = [text[word.end() :][:2] for word in re.finditer(r"(?<![-\w])Paul(?![-\w])", text)]
+    assert document.name_counts()["Paul"] == len(found) + 1
 
 
 @pytest.mark.parametrize(
@@ -234,6 +243,11 @@ def test_a_name_within_another_word_is_not_that_name():
     planted, read = insert_needle(gap, passage, {"Ann", "Tom", "Maria"}, "1")
     assert planted.answer == "Maria" and read == f"{NEEDLE} Maria. {passage}"
     assert planted.guesses[cloze.RECENT] == "Tom"
+    # a name that is too rare to be a choice is no answer, either
+    other, _ = insert_needle(gap, f"{passage} Maria came.", {"Ann", "Tom", "Maria", "Olga"}, "1")
+    assert other.answer == "Olga"
+    with refused("too few names to plant another one"):
+        insert_needle(gap, f"{passage} Maria came.", {"Ann", "Tom", "Maria"}, "1")
 
 
 def test_passages_of_training_from_the_shortest_on(texts, vocab, tmp_path):

@@ -28,6 +28,8 @@ ROWS = {"cola": 8000, "wnli": 600, "cb": 200}
         *((spec, (8000, 600, 200)) for spec in ("proportional", "capped:9000")),
         *(("equal", (1, 1, 1)), ("capped:500", (500, 500, 200)), ("wnli=1, cola=2.5,cb=0", (2.5, 1, 0))),
         ("temperature:2", (8000**0.5, 600**0.5, 200**0.5)),
+        ("temperature:0.001", (1, 0, 0)),
+        ("cola=1e308,wnli=1e308,cb=0", (1, 1, 0)),
     ],
 )
 def test_shares(spec, weights):

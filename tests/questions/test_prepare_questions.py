@@ -60,6 +60,8 @@ def test_reading(tmp_path):
         ({**GOOD, "id": "b", "anwsers": []}, ": the question has an unknown key 'anwsers' .did you mean 'answers'"),
         ({**GOOD, "id": 7}, ": id of the question must be"),
         (GOOD, ": id 'a' is that of line 1"),
+        ({**GOOD, "id": " "}, ": id of the question must be text that is not empty"),
+        ({**GOOD, "id": "b", "choices": [*GOOD["answers"], ""]}, ": question 'b' has an empty choice"),
         ({**GOOD, "id": "b", "prompt": " ", "document": ""}, ": question 'b' has an empty prompt"),
         ({**GOOD, "id": "b", "answers": []}, ": question 'b' has no answer"),
         ({**GOOD, "id": "b", "answers": ["x", " "]}, ": question 'b' has an empty answer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from itertools import pairwise
 
 import pytest
@@ -22,8 +23,9 @@ from fairseq_rpe.analysis.bias_snapshots import bias_map
 from fairseq_rpe.analysis.speed import BASELINE, Timing
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.alibi import Alibi
+from fairseq_rpe.encodings.model import build_for_model
 from fairseq_rpe.figures import biases as drawings
-from fairseq_rpe.figures import style, sweep_curves, timing
+from fairseq_rpe.figures import score_curves, style, sweep_curves, timing
 from fairseq_rpe.figures.heat_maps import MAX_LINES
 from fairseq_rpe.figures.style import spread_labels
 from fairseq_rpe.reports import figure_gallery
@@ -209,9 +211,19 @@ def test_training_is_drawn_whole_and_its_second_half_again():
     assert lines(axes) == {"alibi": {1: 9.0, 4: 7.0}}  # positions are counted from one
 
 
+def test_a_figure_of_no_timing_has_a_message_and_negative_scores_are_shown():
+    figure = timing.draw_attention_timing([], "a machine")
+    assert [axes.get_title() for axes in figure.axes] == ["nothing was timed"]
+    for scores, is_at_zero in (([-3.0, -5.0], False), ([3.0, 5.0], True)):
+        curves = {("set", "matthews"): {"rope": {64: [scores[0]], 128: [scores[1]]}}}
+        [axes] = panels(score_curves.draw_scores_over_length(curves, 64, {}))
+        low, high = axes.get_ylim()
+        assert low <= min(scores) < max(scores) <= high and (low == 0) == is_at_zero
+
+
 def test_exact_match_has_a_panel_for_each_task():
     curves = {"copy": {"rope": {2: [100.0, 50.0], 9: [25.0, 25.0]}}, "sort": {"rope": {2: [80.0]}, "nope": {2: [0.0]}}}
-    figure = sweep_curves.draw_exact_match(curves, {"copy": 5, "sort": 4})
+    figure = sweep_curves.draw_exact_match(curves, {"copy": (2, 5), "sort": (2, 4)})
     copy, sort = panels(figure)
     assert (copy.get_title(), sort.get_title()) == ("copy\nmean of 2 seeds; bars: least to largest", "sort")
     drawn = {name: points for name, points in lines(copy).items() if not name.startswith("_")}
@@ -224,11 +236,15 @@ def test_exact_match_has_a_panel_for_each_task():
 
 def test_markers_of_equal_lines_are_apart_and_many_points_are_shaded_rather_than_barred():
     curve = {n: [100.0] for n in range(2, 60)}
-    [axes] = sweep_curves.draw_exact_match({"copy": {"rope": curve, "interpolation": curve}}, {"copy": 20}).axes
+    [axes] = sweep_curves.draw_exact_match({"copy": {"rope": curve, "interpolation": curve}}, {"copy": (2, 20)}).axes
     (first, every), (second, _) = (line.get_markevery() for line in axes.lines)
     assert (second - first) % every
-    [axes] = sweep_curves.draw_exact_match({"copy": {"rope": {n: [9.0, 11.0] for n in range(2, 60)}}}, {"copy": 9}).axes
+    [axes] = sweep_curves.draw_exact_match(
+        {"copy": {"rope": {n: [9.0, 11.0] for n in range(2, 60)}}}, {"copy": (4, 9)}
+    ).axes
     assert axes.get_title().endswith("mean of 2 seeds; shaded: least to largest")
+    [trained] = axes.patches
+    assert (trained.get_x(), trained.get_width()) == (4, 5)
     [band] = axes.collections
     assert {y for _, y in band.get_paths()[0].vertices} == {9, 11}
 
@@ -375,10 +391,21 @@ def test_command_on_a_sweep_uses_what_was_learned(sweep, monkeypatch, saved):
     second, prefix = build("fire", 4, 32, 64), "decoder.encodings.1."
     second.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
     assert torch.equal(shown[0]["fire (layer 1)"], second.bias_profile(40))
-    biases, name = asked
-    assert name == "fire" and list(biases) == [8, 16, 40]
+    biases, name, layers = asked
+    assert name == "fire" and layers == [0, 1] and list(biases) == [8, 16, 40]
     j = torch.arange(17, dtype=torch.float64)[None]
     assert torch.allclose(biases[16][1], second.bias(j[:, -1:], j)[0, :, 0], rtol=0, atol=1e-12)
+
+
+def test_queries_of_a_sweep_have_the_layers_of_the_model_and_end_with_the_table():
+    models = {"mixed": build_for_model("nope|fire", 4, 32, 4, 16, None, "layer")}
+    models["table"] = build_for_model("tupe", 4, 32, 4, 16)
+    record = Namespace(settings=Namespace(tokens=16))
+    gallery = Namespace(encodings=models, record=record, length=16, seed=1)
+    mixed, table = figure_gallery._draw_learned_query_biases(gallery).values()
+    titles = [f"query {query}, layer {layer}" for query in (8, 16) for layer in (1, 3)]
+    assert [axes.get_title() for axes in panels(mixed)] == titles
+    assert [axes.get_title() for axes in panels(table)] == ["query 8"]
 
 
 def test_what_does_not_go_together_is_refused(tmp_path, capsys):
@@ -479,5 +506,5 @@ def test_at_most_nine_lengths_have_numbers():
 
 def test_maps_of_exact_answers_name_task_and_seeds_alone():
     curves = {f"rope:base={k}": {2: [80.0, 90.0], 9: [20.0, 30.0]} for k in range(MAX_LINES + 1)}
-    [axes] = panels(sweep_curves.draw_exact_match({"copy": curves}, {"copy": 5}))
+    [axes] = panels(sweep_curves.draw_exact_match({"copy": curves}, {"copy": (2, 5)}))
     assert axes.get_title() == "copy\nmean of 2 seeds"  # a map has no bars to explain

@@ -63,7 +63,7 @@ def comparisons(names: Iterable[str]) -> dict[str, Callable[[], Figure]]:
     models = [Timing(name, "auto", "inference", 16, 3.0, 1, 2, 4) for name in names]
     return {
         "perplexity": lambda: sweep_curves.draw_perplexity(ppl, ratios, 64),
-        "exact match": lambda: sweep_curves.draw_exact_match({"copy": ppl}, {"copy": 64}),
+        "exact match": lambda: sweep_curves.draw_exact_match({"copy": ppl}, {"copy": (2, 64)}),
         "training": lambda: sweep_curves.draw_training_loss(losses),
         "positions": lambda: sweep_curves.draw_loss_by_position(
             {name: {0: 9.0, 3: 7.0 - k / 9} for name, k in number.items()}

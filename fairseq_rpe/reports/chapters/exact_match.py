@@ -40,18 +40,22 @@ def build_content(
     Returns:
         The chapters; ``other_figures`` has the heat maps as ``depths`` if a task has depths.
     """
-    published, units = record.published, {task: build(task).length_unit for task in accuracies.tasks}
+    published, tasks = record.published, {task: build(task) for task in accuracies.tasks}
+    units = {task: built.length_unit for task, built in tasks.items()}
     tables = {task: _accuracy_table(accuracies, task, published) for task in accuracies.tasks}
     curves = {
         task: {name: accuracies.values_by_length(task, name) for name in accuracies.methods(task)}
         for task in accuracies.tasks
     }
-    figure = sweep_curves.draw_exact_match(curves, accuracies.train_items, units)
+    trained = {task: (built.config.least, accuracies.train_items[task]) for task, built in tasks.items()}
+    measures = dict.fromkeys("right labels" if built.has_labels else "exact match" for built in tasks.values())
+    measure = " or ".join(measures)
+    figure = sweep_curves.draw_exact_match(curves, trained, units, measure)
     unit, ranges = " or ".join(dict.fromkeys(units.values())), accuracies.describe_ranges()
     picture = svg_picture(
         figure,
-        f"Exact match in percent against the number of {unit}, one panel for each task; {ranges}.",
-        f"Exact match against the number of {unit}; shaded: the range in training.",
+        f"{measure.capitalize()} in percent against the number of {unit}, one panel for each task; {ranges}.",
+        f"{measure.capitalize()} against the number of {unit}; shaded: the range in training.",
     )
     blocks: list[Block] = [*tables.values()]
     if len(record.seeds) > 1:
