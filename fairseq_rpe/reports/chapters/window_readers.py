@@ -12,8 +12,8 @@ from fairseq_rpe.utils.table import Cell, Table, TableRow, number_cell
 _ABOUT = (
     "A guess draws an answer at random, as docs/ruler.md defines for each task. The reader of the last tokens sees as "
     "many tokens of each prompt as the longest example of the training has, answers correctly if they show the answer, "
-    "and guesses otherwise. A method with a clearly higher accuracy uses text from farther back. A method with a similar "
-    "accuracy does not show this."
+    "and guesses otherwise. A method with a clearly higher accuracy uses text from farther back. A method with a "
+    "similar accuracy does not show this."
 )
 
 
