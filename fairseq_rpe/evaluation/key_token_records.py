@@ -35,6 +35,7 @@ class KeyTokenSettings:
         vocabulary: digest of the symbols of the corpus, in the order of their ids.
         split: name of the split.
         rpe: encoding in place of the reference's.
+        module: digest of the file of ``--rpe-module``, which may define the encoding.
         positions: position transform in place of the reference's.
         blocks: stream, or document if a long context does not cross documents.
         length: tokens of a block; the long context of a token is all of its block before the token.
@@ -49,6 +50,7 @@ class KeyTokenSettings:
     vocabulary: str
     split: str
     rpe: str | None = None
+    module: str | None = None
     positions: str | None = None
     blocks: Blocks
     length: Count
@@ -217,6 +219,7 @@ class KeyTokenRequest(EvalOverrides):
             vocabulary=files.vocabulary_digest(corpus.read_dictionary(self.data / "dict.txt")),
             split=self.split,
             rpe=self.rpe,
+            module=self.module,
             positions=self.positions_eval,
             blocks=blocks,
             length=length,

@@ -18,7 +18,7 @@ from measuring import EOS, reference_losses, refusal, rows_of
 from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.evaluation import key_token_records, key_tokens, losses_by_token
-from fairseq_rpe.evaluation.key_token_records import KeyTokenSettings, is_key_token_file, read_key_tokens
+from fairseq_rpe.evaluation.key_token_records import KeyTokenRequest, KeyTokenSettings, is_key_token_file, read_key_tokens
 
 SYMBOLS = 5
 SIZE = st.integers(1, 9)
@@ -191,6 +191,15 @@ def test_the_file_has_the_indices_and_all_settings(reference, corpus, key_file, 
     monkeypatch.setattr(key_tokens, "load_model", None)
     done = run_here("key-tokens", reference, corpus, "--out", key_file, *map(str, FIND))
     assert f"key tokens: {len(stored.indices):,} of" in done.stdout
+
+
+def test_an_edited_module_makes_other_key_tokens(reference, corpus, tmp_path):
+    module, digests = tmp_path / "mine.py", set()
+    for text in ("A = 1\n", "A = 2\n"):
+        module.write_text(text)
+        request = KeyTokenRequest(checkpoint=reference, data=corpus, short_context=8, length=32, rpe_module=module)
+        digests.add(request.settings({}).digest)
+    assert len(digests) == 2
 
 
 def test_eval_scores_the_key_tokens_at_each_length(checkpoint, corpus, key_file, tmp_path, monkeypatch):
