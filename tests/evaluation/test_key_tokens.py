@@ -18,7 +18,12 @@ from measuring import EOS, reference_losses, refusal, rows_of
 from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.evaluation import key_token_records, key_tokens, losses_by_token
-from fairseq_rpe.evaluation.key_token_records import KeyTokenRequest, KeyTokenSettings, is_key_token_file, read_key_tokens
+from fairseq_rpe.evaluation.key_token_records import (
+    KeyTokenRequest,
+    KeyTokenSettings,
+    is_key_token_file,
+    read_key_tokens,
+)
 
 SYMBOLS = 5
 SIZE = st.integers(1, 9)
