@@ -4,11 +4,14 @@ Only for encodings with a limit, torch is loaded, so a report on a finished swee
 only those of entry points are known here, and a user's encodings have no limit here.
 """
 
+from typing import Any
+
 from fairseq_rpe.algorithms import Algorithm
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.layer_pattern import parse_pattern
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.positions import registry
+from fairseq_rpe.positions.base import Transform
 
 LIMITED_ENCODINGS = ("learned", "tupe")  # encodings with a table of positions
 
@@ -33,13 +36,17 @@ def max_length(spec: str | None, train_length: int) -> int | None:
         spec: spec of a position transform; None: the checkpoint's own.
         train_length: training length in tokens.
     """
-    if spec is None:
-        return None
+    transform = _resolve(spec)
+    return None if transform is None else transform[0].position_limit(transform[1], train_length)
+
+
+def _resolve(spec: str | None) -> tuple[type[Transform], Any] | None:
+    """Return the class and the options of a position transform; None for None, and if it is unknown or not valid."""
     try:
-        cls, _, config = registry.resolve(spec)
+        cls, _, config = registry.resolve(spec or "")
     except UserError:
         return None
-    return cls.position_limit(config, train_length)
+    return cls, config
 
 
 def length_within(positions: str | None, train_length: int, rows: int) -> int:
@@ -50,13 +57,8 @@ def length_within(positions: str | None, train_length: int, rows: int) -> int:
         train_length: training length in tokens.
         rows: number of rows of the table.
     """
-    if positions is None:
-        return rows
-    try:
-        cls, _, config = registry.resolve(positions)
-    except UserError:
-        return rows
-    return cls.length_within(config, train_length, rows)
+    transform = _resolve(positions)
+    return rows if transform is None else transform[0].length_within(transform[1], train_length, rows)
 
 
 def method_limit(rpe: str, positions: str | None, train_length: int) -> int | None:
