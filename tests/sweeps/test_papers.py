@@ -123,7 +123,7 @@ def test_every_recipe_loads():
             assert (scale.corpus in CORPORA and scale.data) if recipe.kind == "text" else scale.corpus is None
         others = {
             "survey-encodings": "laptop",
-            "divergent-series": "laptop",
+            "divergent-series": "desktop",
             "hybrids": "desktop",
             "hybrids-passkey": "laptop",
         }
