@@ -24,7 +24,7 @@ from fairseq_rpe.runs import launch
 from fairseq_rpe.runs.defaults import check_keep_at
 from fairseq_rpe.runs.run_folder import CheckpointKind, RunFolder
 from fairseq_rpe.runs.settings import TrainingPlan, make_plan
-from fairseq_rpe.runs.training_config import TrainingConfig
+from fairseq_rpe.runs.training_config import IDENTITY, TrainingConfig
 from fairseq_rpe.sweeps.recipes import batch_per_process
 from fairseq_rpe.sweeps.resolve import Sweep
 from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
@@ -332,8 +332,8 @@ def lengths_within_limit(limit: int | None, lengths: Sequence[int], method: Meth
         return list(lengths), ""
     if not limit:
         raise UserError(
-            f"{method.name}: the encoding has fewer positions than '{method.positions_eval}' uses: give it a larger "
-            "max_positions, or leave the method out"
+            f"{method.name}: no length has enough positions with '{method.positions_eval or IDENTITY}': give a larger "
+            "max_positions or max_position, or leave the method out"
         )
     message = f"{method.name}: its positions end at {limit} {unit}, so it is not evaluated at"
     message += f" {beyond[0]}" if len(beyond) == 1 else f" {len(beyond)} lengths from {beyond[0]} to {beyond[-1]}"

@@ -268,6 +268,11 @@ def test_a_method_is_evaluated_as_far_as_its_positions_reach(corpus, tmp_path):
     assert [line for line in said if line.startswith("#")] == [why]
     lengths = [line.partition(" --lengths ")[2].split()[0] for line in said if " eval " in line]
     assert lengths == ["64,96,128,200,300", "64,96,128"]
+    table = ["--encodings", "learned:max_positions=100", "--out", tmp_path / "x", "--tokens", "64"]
+    said = "\n".join(dry_run_lines(corpus, *table, "--lengths", "96,128"))
+    assert "its positions end at 100 tokens, so it is not evaluated at 128" in said and said.endswith("--lengths 64,96")
+    words = ["--positions-eval", "offset:tokens=100", "--lengths", "96", *DRY]
+    assert "no length has enough positions with 'offset:tokens=100'" in refusal("sweep", corpus, *table, *words)
     task = ["--recipe", "warping-algorithmic", "--methods", "randomized-3x", "--algorithms", "copy:items=3,test=600"]
     said = "\n".join(dry_run_lines(*task))
     # 8 tokens in training, and 2 n + 2 for n items
