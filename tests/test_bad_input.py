@@ -290,7 +290,7 @@ sweep {data} --encodings alibi  -> --lengths is missing: name the lengths to eva
 +sweep --encodings 'alibi, alibi'  -> --encodings names one twice: leave one out
 +sweep --max-tokens 63  -> --max-tokens 63 is less than length 64: raise it
 +sweep -- --save-dir x  -> --save-dir after -- is set by this command itself: give --out
-sweep {data} --recipe nothing  -> unknown recipe 'nothing'; known: addition, extend, extend-abf
+sweep {data} --recipe nothing  -> unknown recipe 'nothing'; known: addition, divergent-series, extend
 sweep {data} --recipe {zoo}/pipe.toml --out {here}/s  -> pipe.toml
 sweep {data} --recipe {zoo}/odd.toml --out {here}/s  -> recipe odd.toml is not TOML: Invalid value (at end of document)
 sweep --algorithms copy --encodings rope --out {here}/s --tokens 5  -> --tokens does not go with --algorithm: say how many

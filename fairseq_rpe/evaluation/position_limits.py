@@ -1,7 +1,7 @@
-"""Largest sequence length that an encoding and its position transform allow, read from their specs.
+"""Largest sequence length that an encoding and its position transform allow, read from their specs without torch.
 
-Only for encodings with a limit, torch is loaded, so a report on a finished sweep starts fast. Of a user's transforms,
-only those of entry points are known here, and a user's encodings have no limit here.
+A report on a finished sweep needs only this, so it starts fast. Of a user's transforms, only those of entry points are
+known here, and a user's encodings have no limit here.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ from fairseq_rpe.core.spec import parse
 from fairseq_rpe.positions import registry
 from fairseq_rpe.positions.base import Transform
 
-LIMITED_ENCODINGS = ("learned", "tupe")  # encodings with a table of positions
+# encodings with a table of max_positions rows, by default as many as the training length has tokens
+LIMITED_ENCODINGS = ("learned", "tupe")
 
 
 def is_random(spec: str | None) -> bool:
@@ -70,14 +71,11 @@ def method_limit(rpe: str, positions: str | None, train_length: int) -> int | No
         train_length: training length in tokens.
     """
     limits = [max_length(positions, train_length)]
-    specs = [spec for spec in parse_pattern(rpe).specs if parse(spec)[0] in LIMITED_ENCODINGS]
-    if specs:
-        from fairseq_rpe.encodings import registry as encodings  # loads torch
-
-        for spec in specs:
-            cls, _, config = encodings.resolve(spec)
-            if (rows := cls.position_limit(config, train_length)) is not None:
-                limits.append(length_within(positions, train_length, rows))
+    for name, options in map(parse, parse_pattern(rpe).specs):
+        if name in LIMITED_ENCODINGS:
+            stated = options.get("max_positions", "")
+            rows = int(stated) if stated.isdecimal() else 0  # building the encoding refuses any other text
+            limits.append(length_within(positions, train_length, rows or train_length))
     return min((limit for limit in limits if limit is not None), default=None)
 
 

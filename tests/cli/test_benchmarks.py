@@ -218,6 +218,6 @@ def test_whole_models_are_multiples_of_the_first(load):
         ("fire", "training", [4.0], 30.0),
     ]
     found = [dict(zip(("encoding", "kind", "seconds", "MiB"), one, strict=True)) for one in measured]
-    nope, fire = load("model").rows(found, tokens=100)
+    nope, fire = load("model").rows(found, "nope", tokens=100)
     assert (nope["inference_time"], nope["inference_tokens_per_s"], nope["training_time"]) == (1.0, 50, 1.0)
     assert (fire["inference_time"], fire["inference_MiB"], fire["training_time"]) == (2.5, 9, 0.5)

@@ -88,6 +88,10 @@ def test_all_encodings_with_a_limit_are_known():
     classes = {name: encoding_registry.get(name) for name in encodings.names()}
     limited = [n for n, c in classes.items() if c.position_limit.__func__ is not Encoding.position_limit.__func__]
     assert sorted(limited) == sorted(LIMITED_ENCODINGS)
+    for name in limited:
+        for spec in (name, f"{name}:max_positions=90"):
+            cls, _, config = encoding_registry.resolve(spec)
+            assert method_limit(spec, None, 64) == cls.position_limit(config, 64)
 
 
 def test_without_torch():

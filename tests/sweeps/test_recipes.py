@@ -134,7 +134,8 @@ def test_a_recipe_of_your_own_names_its_vocabulary(corpus, tmp_path):
 
 
 def test_a_laptop_scale_takes_any_vocabulary(corpus, tmp_path):
-    scales = [recipe.presets["laptop"] for recipe in map(recipes.load, recipes.names()) if "laptop" in recipe.presets]
+    names = set(recipes.names()) - {"divergent-series"}  # is about a vocabulary of short tokens
+    scales = [recipe.presets["laptop"] for recipe in map(recipes.load, names) if "laptop" in recipe.presets]
     assert scales and all(scale.vocabulary is None for scale in scales)
     assert dry_run(corpus, "--recipe", "fire-lm", "--out", tmp_path / "x")[0][0] == "train"
 
