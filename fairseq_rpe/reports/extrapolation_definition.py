@@ -1,5 +1,6 @@
 """Definition 0.1 in a sweep: whether theory predicts that a method extrapolates, and whether it does."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -340,6 +341,14 @@ def agreement_table(verdicts: Sequence[ObservedVerdict], delta: float, one_sided
     return Table(caption, ["Σ exp(bias)", "extrapolates", "does not"], rows, is_text=True)
 
 
+def _round_inwards(low: float, high: float, digits: int) -> tuple[str, str]:
+    """Return the lower end of an interval rounded up and the upper end rounded down."""
+    scale = 10**digits
+    rounding = 1e-9  # 0.04 · 1000 may be less than 40
+    ends = math.ceil(low * scale - rounding) / scale, math.floor(high * scale + rounding) / scale
+    return f"{ends[0]:.{digits}f}", f"{ends[1]:.{digits}f}"
+
+
 def describe_agreement(verdicts: Sequence[ObservedVerdict], one_sided: bool) -> str:
     """Return in words the δ at which prediction and observation agree for every method."""
     deviations: dict[str, list[float]] = {CONVERGES: [], DIVERGES: []}  # by prediction
@@ -352,9 +361,9 @@ def describe_agreement(verdicts: Sequence[ObservedVerdict], one_sided: bool) -> 
     interval = separating_deltas(deviations[CONVERGES], deviations[DIVERGES])
     if interval is None:
         return "There is no δ at which prediction and observation agree for every method."
-    # with three decimals, as in the table, or with as many as the two ends need to differ
-    pairs = ([f"{end:.{digits}f}" for end in interval] for digits in range(3, 10))
-    low, high = next((pair for pair in pairs if pair[0] != pair[1]), map(repr, interval))
+    # with three decimals, as in the table, or with as many as the two ends need to differ; rounded into the interval
+    pairs = (_round_inwards(*interval, digits) for digits in range(3, 10))
+    low, high = next((pair for pair in pairs if float(pair[0]) < float(pair[1])), map(repr, interval))
     return f"Prediction and observation agree for every method if {low} < δ ≤ {high}."
 
 

@@ -113,6 +113,7 @@ def test_borders_that_are_close_are_told_apart():
     for start, low, high, words in (
         (50.0, 50.0, 52.0, "if 0.000 < δ ≤ 0.040."),
         (50.0, 50.0, 50.017, "if 0.0000 < δ ≤ 0.0003."),
+        (50.0, 53.01, 60.49, "if 0.061 < δ ≤ 0.209."),  # 0.0602 and 0.2098, rounded into the interval
         (2.0, 3.0, 3.0000000000000004, "if 0.5 < δ ≤ 0.5000000000000002."),
     ):
         ppl = {"flat": {64: start, 128: low}, "slow": {64: start, 128: high}}
