@@ -102,10 +102,11 @@ def rows(measurements: list[dict[str, Any]], first: str, tokens: int) -> list[di
         tokens: number of tokens of a step.
     """
     table = []
-    baseline: dict[str, float] = {}  # kind of step -> seconds of the first encoding
     of_first = [x for x in measurements if x["encoding"] == first]
-    for kind in STEPS if of_first else ():
-        baseline[kind] = statistics.mean(value for x in of_first if x["kind"] == kind for value in x["seconds"])
+    baseline = {  # kind of step -> seconds of the first encoding
+        kind: statistics.mean(value for x in of_first if x["kind"] == kind for value in x["seconds"])
+        for kind in (STEPS if of_first else ())
+    }
     for encoding in dict.fromkeys(x["encoding"] for x in measurements):
         row: dict[str, Any] = {"encoding": encoding}
         for kind in STEPS:
@@ -142,7 +143,7 @@ def measure_all(args: argparse.Namespace, setting: dict[str, Any], progress: Pat
 
 
 def main() -> int:
-    """Measure, print and write the table; return 1 if an encoding is left out."""
+    """Measure the encodings, and print and write the table; return the exit code, 1 if an encoding is left out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--encodings", nargs="+", default=list(ENCODINGS), help="the first is the baseline, 1.00 (default: nope …)"

@@ -51,7 +51,7 @@ def _resolve(spec: str | None) -> tuple[type[Transform], Any] | None:
 
 
 def length_within(positions: str | None, train_length: int, rows: int) -> int:
-    """Return the largest sequence length in tokens whose positions all have a row in a table.
+    """Return the length in tokens of the longest sequence whose positions are all in a table of positions.
 
     Args:
         positions: spec of a position transform; None: the checkpoint's own, which is not known here.

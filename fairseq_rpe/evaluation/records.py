@@ -2,8 +2,8 @@
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -258,7 +258,7 @@ class TextResult(TextKey, Result):
 
     @classmethod
     def is_stored_in(cls, row: Mapping[str, object]) -> bool:
-        """Whether a row is a perplexity over all tokens. A result on key tokens has the same fields and more."""
+        """Whether a row is a perplexity over all tokens, and not a result on key tokens, which has more fields."""
         return "key_tokens" not in row
 
 
@@ -436,6 +436,15 @@ def read_results(kind: type[ResultType], path: Path) -> list[ResultType]:
         return []
     version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     return list(_read_version(kind, path, version))
+
+
+def last_of_each(results: Iterable[ResultType]) -> list[ResultType]:
+    """Return the last result of each measurement.
+
+    Results of earlier versions have no digest of ``--rpe-module``, and one draw of random positions for all blocks, so
+    results that differ only in these two fields count as one measurement.
+    """
+    return list({replace(result.key, draws=None, module=None): result for result in results}.values())
 
 
 @functools.lru_cache(maxsize=256)

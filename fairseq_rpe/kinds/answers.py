@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.evaluation.position_limits import method_limit
 from fairseq_rpe.evaluation.question_records import QuestionKey, QuestionRequest, QuestionResult
 from fairseq_rpe.kinds.text import KIND as TEXT
 from fairseq_rpe.kinds.text import check_training_text
@@ -213,7 +212,7 @@ def _evaluation(sweep: Sweep, folder: QuestionFolder, run: SweepRun, method: Met
     """Return the command that evaluates a fine-tuned model at every length that its positions allow."""
     config = (sweep.preset or Preset()).question_config or QuestionConfig()
     data, pretraining_length = Path(folder.data), (run.parent or run).plan.settings.tokens
-    limit = method_limit(method.evaluated_rpe, method.positions_eval, pretraining_length)
+    limit = method.position_limit(pretraining_length)
     lengths, skipped = grid.lengths_within_limit(limit, sweep.lengths, method, "tokens")
     request = QuestionRequest(
         checkpoint=run.folder.checkpoints.checkpoint_path(config.checkpoint),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.position_limits import method_limit
 from fairseq_rpe.evaluation.records import TextKey, TextResult
 from fairseq_rpe.reports.kind_report import KindReport, MetricTags
 from fairseq_rpe.reports.sweep_results import Perplexities, load_perplexities
@@ -140,7 +139,7 @@ def _evaluations(sweep: Sweep, texts: _Texts, run: SweepRun, method: Method) -> 
     further = (other.further.tokens for other in sweep.methods)
     train_length = (run.parent or run).plan.settings.tokens
     requested = sorted({train_length, *filter(None, further), *sweep.lengths})
-    limit = method_limit(method.evaluated_rpe, method.positions_eval, run.plan.settings.tokens)
+    limit = method.position_limit(run.plan.settings.tokens)
     lengths, skipped = grid.lengths_within_limit(limit, requested, method, "tokens")
     words = ["--split", sweep.split, *grid.common_arguments(run, method, lengths if sweep.lengths or skipped else ())]
     words += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []

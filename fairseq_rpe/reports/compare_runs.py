@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation.question_records import QuestionResult
-from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
+from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult, last_of_each
 from fairseq_rpe.evaluation.statistics import Estimate, holm, smallest_detectable_difference
 from fairseq_rpe.reports import uncertainty
 from fairseq_rpe.reports.uncertainty import SIGNIFICANCE, ClusteredScores
@@ -222,9 +222,7 @@ def _of_one_model(path: Path, results: Sequence[ModelResult]) -> list[ModelResul
         checkpoints = len({settings[0] for settings in by_model})
         what = f"{checkpoints} checkpoints" if checkpoints > 1 else "one model with several encodings or positions"
         raise UserError(f"{path} has results of {what}: evaluate the model into a file of its own with --out")
-    # Results of earlier versions have no digest of --rpe-module, and one draw of random positions for all blocks. A
-    # later result of the same measurement replaces them.
-    return list({replace(result.key, draws=None, module=None): result for result in by_model[chosen[0]]}.values())
+    return last_of_each(by_model[chosen[0]])
 
 
 class _Pair(NamedTuple):

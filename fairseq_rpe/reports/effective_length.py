@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.analysis.extrapolation import Deviation, deviations_by_length, mean_deviation
-from fairseq_rpe.evaluation.position_limits import method_limit
 from fairseq_rpe.reports.extrapolation_definition import DELTA, unused_context_reasons
 from fairseq_rpe.reports.question_scores import Scores
 from fairseq_rpe.reports.sweep_results import Accuracies, Perplexities, group_by
@@ -160,9 +159,7 @@ def perplexity_lengths(
         if not shared:
             continue
         mean = {length: mean_deviation([seed[length] for seed in seeds]) for length in shared}
-        limit = None
-        if name in methods:
-            limit = method_limit(methods[name].evaluated_rpe, methods[name].positions_eval, perplexities.train_length)
+        limit = methods[name].position_limit(perplexities.train_length) if name in methods else None
         may_continue = limit is None or limit >= perplexities.lengths[-1]
         is_unused = bool(unused_context_reasons(perplexities, name))
         for definition in (DEFINITION, ONE_SIDED):

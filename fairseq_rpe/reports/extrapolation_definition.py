@@ -342,7 +342,7 @@ def agreement_table(verdicts: Sequence[ObservedVerdict], delta: float, one_sided
 
 
 def _round_inwards(low: float, high: float, digits: int) -> tuple[str, str]:
-    """Return the lower end of an interval rounded up and the upper end rounded down."""
+    """Return the ends of an interval as text with so many decimals: the lower end rounded up, the upper one down."""
     scale = 10**digits
     rounding = 1e-9  # 0.04 · 1000 may be less than 40
     ends = math.ceil(low * scale - rounding) / scale, math.floor(high * scale + rounding) / scale

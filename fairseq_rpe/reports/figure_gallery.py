@@ -403,7 +403,7 @@ def _draw_learned_query_biases(gallery: TrainedGallery) -> dict[str, Figure]:
             and _has_parameters(encoding)
             and _has_bias_at(encoding, queries[0] + 1)
         }
-        # a table of positions may end before the last query
+        # an encoding with a table of positions has no bias for queries beyond its end
         shown = [query for query in queries if all(_has_bias_at(e, query + 1) for e in learned.values())]
         if learned:
             rows = {query: _query_biases(list(learned.values()), query) for query in shown}

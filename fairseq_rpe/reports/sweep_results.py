@@ -1,7 +1,7 @@
 """Results of a sweep on text or over generated tasks: those that belong to its settings, and their means."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -494,9 +494,8 @@ def checkpoint_results(kind: type[ResultType], run: RunFolder, method: Method, d
     results = [result for result in records.read_results(kind, run.results) if _belongs_to(result, method, digest)]
     # Earlier versions drew random positions once for all blocks (draws=None). A result of the same settings with a draw
     # for each block (draws=1) comes later after this sort, so it replaces such a result.
-    # Earlier versions did not record the digest of the file of --rpe-module either.
     results.sort(key=lambda result: result.draws or 0)
-    return list({replace(result.key, draws=None, module=None): result for result in results}.values())
+    return records.last_of_each(results)
 
 
 def _belongs_to(result: ResultType, method: Method, digest: str | None) -> bool:

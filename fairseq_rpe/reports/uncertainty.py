@@ -77,7 +77,7 @@ class ClusteredScores:
         return statistics.difference_p_value(sums, np.zeros_like(sums), counts)
 
     def answers(self) -> np.ndarray | None:
-        """Return whether each example is right, (examples,) bool; None unless all scores are 0 or 1, in one stratum."""
+        """Return whether each example is right, (examples,) bool; None with other scores or several strata."""
         if len(self.strata) > 1:
             return None
         sums, counts = self.strata[0]

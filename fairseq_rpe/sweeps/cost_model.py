@@ -316,7 +316,7 @@ def sum_runs(estimates: Sequence[RunEstimate], devices: int) -> SweepTotals:
 
 
 def _sequential_seconds(estimate: RunEstimate, by_name: Mapping[str, RunEstimate]) -> float:
-    """Return the seconds of a run and of the runs that have to be finished before."""
+    """Return the seconds of a run and of all runs that it continues, each of which starts after the one before."""
     before = by_name.get(estimate.continues or "")
     seconds = (estimate.device_seconds or 0.0) / estimate.load.processes
     return seconds if before is None else seconds + _sequential_seconds(before, by_name)

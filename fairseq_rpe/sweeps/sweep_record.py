@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import did_you_mean
+from fairseq_rpe.evaluation.position_limits import method_limit
 from fairseq_rpe.evaluation.question_records import AnswerMode
 from fairseq_rpe.evaluation.records import Context
 from fairseq_rpe.questions.prompt import Truncate
@@ -64,6 +65,10 @@ class Method:
     def evaluated_rpe(self) -> str:
         """Spec of the encoding in evaluation."""
         return self.rpe_eval or self.rpe
+
+    def position_limit(self, train_length: int) -> int | None:
+        """Return the largest sequence length in tokens for which the method has positions, or None without a limit."""
+        return method_limit(self.evaluated_rpe, self.positions_eval, train_length)
 
     @property
     def leaves_positions(self) -> bool:

@@ -415,7 +415,7 @@ def test_trf_command(tmp_path, monkeypatch):
         expected = math.floor(math.log(1 / Fraction(row["epsilon"])) / alibi_slopes(1)[0]) + 1
         assert row["trf"] == row["trf_low"] == row["trf_high"] == str(expected) and row["head"] == "1"
     run_here("trf", "--formula", "-0.5*n", "--quantised", "512", "--out", tmp_path / "q")
-    # a constant changes nothing, also if all weights would be 0 in float64
+    # a constant in the log-bias changes no receptive field, even if exp(log-bias) is 0 in float64 at all distances
     run_here("trf", "--formula", "-0.5*n-900", "--quantised", "512", "--out", tmp_path / "shifted")
     tables = [(tmp_path / name / "trf.csv").read_text().splitlines() for name in ("q", "shifted")]
     assert [line.split(",")[1:] for line in tables[0]] == [line.split(",")[1:] for line in tables[1]]

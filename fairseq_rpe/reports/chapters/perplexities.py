@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from fairseq_rpe.evaluation.position_limits import method_limit
 from fairseq_rpe.evaluation.statistics import Estimate, mean_over_seeds
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports import uncertainty
@@ -244,10 +243,7 @@ def _perplexity_table(models: ComparedModels, perplexities: Perplexities, on: st
     last, lengths = perplexities.lengths[-1], perplexities.shown_lengths
     columns = {length: _length_column(perplexities, length) for length in lengths}
     ratios = _ratio_column(perplexities)
-    limits = {
-        name: method_limit(method.evaluated_rpe, method.positions_eval, perplexities.train_length)
-        for name, method in ((name, models.methods[name]) for name in perplexities.encodings)
-    }
+    limits = {name: models.methods[name].position_limit(perplexities.train_length) for name in perplexities.encodings}
     rows = []
     for name in perplexities.encodings:
         cells = _perplexity_cells(perplexities, name, limits[name], columns)

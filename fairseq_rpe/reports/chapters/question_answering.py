@@ -6,7 +6,6 @@ from types import MappingProxyType
 
 from matplotlib.figure import Figure
 
-from fairseq_rpe.evaluation.position_limits import method_limit
 from fairseq_rpe.figures import score_curves
 from fairseq_rpe.reports import uncertainty
 from fairseq_rpe.reports.chapters import effective_length, examples, published_comparison
@@ -148,11 +147,7 @@ def _length_table(record: SweepRecord, scores: Scores, label: str, metric: str) 
 
 def _position_limits(record: SweepRecord, scores: Scores) -> dict[str, int]:
     """Return the largest number of tokens that a method has positions for, for methods where lengths exceed it."""
-    methods = {name: record.method(name) for name in scores.methods}
-    limits = {
-        name: method_limit(method.evaluated_rpe, method.positions_eval, scores.train_length)
-        for name, method in methods.items()
-    }
+    limits = {name: record.method(name).position_limit(scores.train_length) for name in scores.methods}
     longest = scores.lengths[-1]
     return {name: limit for name, limit in limits.items() if limit is not None and limit < longest}
 
