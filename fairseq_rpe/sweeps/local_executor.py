@@ -24,6 +24,8 @@ _POLL_SECONDS = 0.2  # between two looks at the children and their logs
 def job_environments(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
     """Return the environment variables of each concurrent job; more jobs than GPUs share them in turn.
 
+    Jobs share the cores equally, unless OMP_NUM_THREADS states the number of threads of each process.
+
     Args:
         device: value of ``--device``.
         nproc: number of processes of a run, each with a GPU on CUDA.
@@ -38,9 +40,10 @@ def job_environments(device: str, nproc: int, jobs: int | None) -> list[dict[str
     gpus = devices.visible_gpus(device, nproc)
     cores = processes.available_cores()
     jobs = jobs or max(1, (len(gpus) or cores) // nproc)
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // (jobs * nproc))))
     environments = []
     for job in range(jobs):
-        environment = {"OMP_NUM_THREADS": str(max(1, cores // (jobs * nproc)))}
+        environment = {"OMP_NUM_THREADS": threads}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[(job * nproc + r) % len(gpus)] for r in range(nproc))
         environments.append(environment)

@@ -36,6 +36,7 @@ def kind_names() -> tuple[str, ...]:
 
 
 KindName = Annotated[str, Rule(lambda name: name in kind_names(), " or ".join(kind_names()))]
+DifferentTexts = Annotated[TextTuple, Rule(lambda v: len(v) == len(set(v)) > 0, "a list of different texts")]
 FOLDER = PACKAGE_DIR / "recipes"
 # in a method's specs: the training length of the preset, or a multiple of it
 _LENGTH = re.compile(r"\$tokens(?:\*(\d+))?")
@@ -148,8 +149,8 @@ class Preset(TrainingSettings):
     corpus: str | None = None
     tokenizer: Literal["bpe", "gpt2", "words"] | None = None
     vocabulary: Count | None = None
-    algorithms: TextTuple | None = None
-    methods: TextTuple | None = None
+    algorithms: DifferentTexts | None = None
+    methods: DifferentTexts | None = None
     lengths: Counts | None = None
     seeds: Counts | None = None
     evaluate_at: Counts | None = None
@@ -388,8 +389,8 @@ def load(name: str) -> Recipe:
     text = records.read_record(_RecipeFile, table, source, "the recipe")
     methods = {}
     for label, method in text.methods.items():
-        if any(separator in label for separator in " \t,"):
-            raise UserError(f"{source}: method '{label}' has a blank or comma in its name")
+        if not label or any(separator in label for separator in " \t,"):
+            raise UserError(f"{source}: method '{label}' has no name or a blank or comma in it")
         named = {**method, "name": label} if isinstance(method, dict) else method
         methods[label] = records.read_record(Method, named, source, f"method '{label}'")
     # ``false`` in place of a table removes a preset of the base

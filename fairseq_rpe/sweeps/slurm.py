@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -36,6 +37,7 @@ RESERVED_SETTINGS = {
 _COMMON = ("name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node")
 _ADDITIONAL = "additional_parameters."
 _LISTS = ("setup", "teardown", "srun_args")  # parameters of submitit that are lists
+_NUMBERS = ("timeout_min", "mem_gb", "cpus_per_task")
 _MAX_TIMEOUTS = 100  # a run resumes from its last checkpoint, so one job may time out often
 _POLL_SECONDS = 5.0
 # the environment of a job; its cores and GPUs are those that SLURM allocates
@@ -54,7 +56,8 @@ def job_settings(sweep: Sweep, options: Sequence[tuple[str, str]]) -> dict[str, 
         Parameters by name.
 
     Raises:
-        UserError: ``additional_parameters`` has no name of an option of sbatch.
+        UserError: ``additional_parameters`` has no name of an option of sbatch, or a time, memory or number of cores is
+            no number above 0.
     """
     settings: dict[str, object] = {"name": sweep.out.name, "nodes": sweep.base_config.nodes, "tasks_per_node": 1}
     if sweep.base_config.device != "cpu":
@@ -67,19 +70,24 @@ def job_settings(sweep: Sweep, options: Sequence[tuple[str, str]]) -> dict[str, 
             raise UserError(f"--slurm {key}={value}: write {_ADDITIONAL}NAME={value}, with an option NAME of sbatch")
         table = additional if key.startswith(_ADDITIONAL) else settings
         parsed = _parse_value(value)
+        is_positive = isinstance(parsed, (int, float)) and not isinstance(parsed, bool) and parsed > 0
+        if key in _NUMBERS and parsed is not None and not is_positive:
+            raise UserError(f"--slurm {key}={value}: write a number above 0")
         is_list = key in _LISTS and not isinstance(parsed, list) and parsed is not None
         table[key.removeprefix(_ADDITIONAL)] = [value] if is_list else parsed
     return {**settings, "additional_parameters": additional} if additional else settings
 
 
 def _parse_value(value: str) -> object:
-    """Parse numbers, true, false and null as JSON, ``[a, b]`` as a list of texts, anything else as text."""
+    """Parse finite numbers, true, false and null as JSON, ``[a, b]`` as a list of texts, anything else as text."""
     if value.startswith("[") and value.endswith("]"):
         return [item.strip() for item in value[1:-1].split(",")]
     try:
-        return json.loads(value)
+        parsed: object = json.loads(value)
     except ValueError:
         return value
+    is_finite = not isinstance(parsed, float) or math.isfinite(parsed)
+    return parsed if is_finite else value
 
 
 def check_slurm() -> None:

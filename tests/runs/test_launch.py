@@ -264,6 +264,9 @@ def test_places_share_cores_and_gpus(monkeypatch):
 
     monkeypatch.setattr("fairseq_rpe.runs.processes.available_cores", lambda: 8)
     with_gpus(monkeypatch, 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert job_environments("cpu", 1, 2) == [{"OMP_NUM_THREADS": "3"}] * 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
     for of, threads in ((("cpu", 1, 3), "222"), (("cpu", 1, None), "11111111"), (("cpu", 16, None), "1")):
         assert job_environments(*of) == [{"OMP_NUM_THREADS": number} for number in threads]
     assert (

@@ -97,6 +97,9 @@ def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
     assert slurm.job_settings(sweep, [("setup", "module load cuda")])["setup"] == ["module load cuda"]
     with pytest.raises(files.UserError, match="write additional_parameters.NAME=x"):
         slurm.make_executor(sweep, [("additional_parameters", "x")])
+    for value in ("NaN", "Infinity", "0", "true", "big"):
+        with pytest.raises(files.UserError, match=f"--slurm mem_gb={value}: write a number above 0"):
+            slurm.job_settings(sweep, [("mem_gb", value)])
     (cluster / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
     with pytest.raises(files.UserError, match="sbatch refuses the jobs: .*invalid partition.*correct --slurm"):
         slurm.submit_and_wait(sweep, [], {Run("run", tmp_path / ".lock"): []})
