@@ -183,10 +183,11 @@ def _head_verdict(weight: LogBias) -> HeadVerdict:
         return HeadVerdict(CONVERGES, _finite_sum_reason(weight.keys) + note, _finite_sum(f, weight))
     decision = decide_convergence(f)
     if weight.at_least:
-        # a lower bound of the bias proves divergence only, and only by the term test
-        if decision.verdict != DIVERGES or f.has(N):
+        # by the comparison test, a lower bound of the bias proves divergence only
+        if decision.verdict != DIVERGES:
             return HeadVerdict(UNDECIDED, f"only a lower bound of the bias is known{note}")
-        return HeadVerdict(DIVERGES, f"term test: b_n does not go to 0{note}")
+        reason = f"comparison test with a lower bound: {decision.reason}" if f.has(N) else "term test: b_n does not go to 0"
+        return HeadVerdict(DIVERGES, reason + note)
     if decision.verdict != CONVERGES:
         return HeadVerdict(decision.verdict, decision.reason + note)
     if rate := _rate(f):

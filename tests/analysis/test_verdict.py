@@ -115,6 +115,22 @@ def test_bounds_are_below_the_biases(spec):
         assert weight.at_least and float(row.min()) >= float(parse(weight.formula)) - 1e-9
 
 
+def test_lower_bounds_of_the_bias_prove_divergence_only():
+    class Bounded(DistanceBias):
+        lower_bound = ""
+
+        def bias(self, d):
+            return (-torch.log1p(d) + d.sin() + 1)[None].expand(self.heads, -1)
+
+        def log_bias_formulas(self):
+            return [LogBias(self.lower_bound, at_least=True)] * self.heads
+
+    encodings.register("bounded")(Bounded)
+    for lower_bound, decision in (("-log(1 + n)", DIVERGES), ("-64", DIVERGES), ("-2*log(1 + n)", UNDECIDED)):
+        Bounded.lower_bound = lower_bound
+        assert {head.decision for head in verdict("bounded", heads=2)} == {decision}
+
+
 def test_limits_of_closed_forms():
     for slope, alibi, type1 in zip(SLOPES, verdict("alibi"), verdict("type1"), strict=True):
         assert limits(alibi) == pytest.approx(1 / -math.expm1(-slope), rel=1e-12)
