@@ -186,7 +186,9 @@ def _head_verdict(weight: LogBias) -> HeadVerdict:
         # by the comparison test, a lower bound of the bias proves divergence only
         if decision.verdict != DIVERGES:
             return HeadVerdict(UNDECIDED, f"only a lower bound of the bias is known{note}")
-        reason = f"comparison test with a lower bound: {decision.reason}" if f.has(N) else "term test: b_n does not go to 0"
+        reason = (
+            f"comparison test with a lower bound: {decision.reason}" if f.has(N) else "term test: b_n does not go to 0"
+        )
         return HeadVerdict(DIVERGES, reason + note)
     if decision.verdict != CONVERGES:
         return HeadVerdict(decision.verdict, decision.reason + note)

@@ -247,7 +247,10 @@ def test_a_long_chain_of_bases_is_read(tmp_path):
         (changed("kind", to="algorithm"), "kind of the recipe must be algorithms or answers or text, not 'algorithm'"),
         (changed("methods", to={}), "at least one method and one preset"),
         (changed("presets", to={}), "at least one method and one preset"),
-        (changed("methods", "two words", to={"rpe": "rope"}), "method 'two words' has no name or a blank or comma in it"),
+        (
+            changed("methods", "two words", to={"rpe": "rope"}),
+            "method 'two words' has no name or a blank or comma in it",
+        ),
         (changed("methods", "", to={"rpe": "rope"}), "method '' has no name"),
         (changed("published", to="Table 9"), "published of the recipe must be a table"),
         (changed("presets", "laptop", "corpus", to="arxvi"), "unknown corpus 'arxvi' (did you mean 'arxiv'?)"),
@@ -284,7 +287,13 @@ def test_malformed_published_values_are_refused(published, culprit, tmp_path):
     assert culprit in recipe_error(written(tmp_path, changed("published", to=published)))
 
 
-OUT_OF_RANGE = {"methods": [[1], [], ["a", "a"]], "algorithms": [[3], []], "extra": [[1]], "lengths": [["a"], [0]], "seeds": [[0], [1, 1]]}
+OUT_OF_RANGE = {
+    "methods": [[1], [], ["a", "a"]],
+    "algorithms": [[3], []],
+    "extra": [[1]],
+    "lengths": [["a"], [0]],
+    "seeds": [[0], [1, 1]],
+}
 OUT_OF_RANGE |= {"schedule": ["steps"], "betas": [[0.9], [0.9, 1.0]], "weight_decay": [-0.1], "vocabulary": [0]}
 OUT_OF_RANGE |= {"activation_fn": ["tanh"], "share_embeddings": ["yes"], "compute_dtype": ["fp16"]}
 OUT_OF_RANGE |= {"rpe_share": ["head"], "updates": [0], "batch_sentences": [-1], "update_freq": [0]}
