@@ -353,7 +353,7 @@ def costs_table() -> str:
             # texts of the evaluation exist on some machines only
             estimates = [dataclasses.replace(estimate, evaluations=()) for estimate in estimates]
             totals = sum_runs(estimates, devices=8)
-            largest = max(estimates, key=lambda estimate: estimate.memory.peak / estimate.load.rows)
+            largest = min(estimates, key=lambda estimate: (estimate.most_rows, -estimate.memory.peak))
             batch = f"{largest.load.rows} × {largest.load.tokens:,}"
             rows.append(
                 (

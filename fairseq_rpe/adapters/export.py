@@ -189,6 +189,7 @@ def export(request: ExportRequest) -> ExportSummary:
             source.rpe,
             source.positions_eval,
             source.data,
+            source.tokenizer,
             source.no_tokenizer,
             request.remote_code,
             bool(exported.config.use_cache),

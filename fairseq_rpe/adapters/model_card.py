@@ -42,6 +42,7 @@ class ModelCard:
         rpe: spec of the encoding.
         positions_eval: position transform in evaluation; empty for the default.
         data: data folder of the dictionary, or None.
+        tokenizer: kind of the exported tokenizer, or None.
         no_tokenizer: reason why there is no tokenizer, or "".
         remote_code: whether transformers can import the package from a file of the folder.
         caches: whether ``generate`` can use a KV cache.
@@ -51,6 +52,7 @@ class ModelCard:
     rpe: str
     positions_eval: str
     data: Path | None
+    tokenizer: str | None
     no_tokenizer: str
     remote_code: bool
     caches: bool
@@ -115,6 +117,11 @@ def _load(card: ModelCard, architecture: str) -> str:
 def _tokenizer(card: ModelCard) -> str:
     if card.no_tokenizer:
         return f"This folder has no tokenizer: {card.no_tokenizer}.\n"
+    if card.tokenizer == "transformers":
+        return (
+            "The tokenizer is that of the imported model. In training, the id `model.config.bos_token_id` precedes the "
+            "first token of a text.\n"
+        )
     return (
         "The tokenizer restores every byte of a text. A newline is the token 2, which also stands for the end of the "
         "text before: put this id (`model.config.bos_token_id`) before the first token of a text, as in training. The "

@@ -38,7 +38,7 @@ FORMULAS = {
     "biases": "estimate: 4·H·n bytes of each encoding; n² with --attention-backend reference",
     "peak": "estimate: weights + optimiser + the larger of activations and loss, or gradients and the update",
     "most rows": "estimate: largest batch whose peak is at most 90 % of the memory",
-    "checkpoint": "exact but for a few kB: 12·N bytes, weights and two moments",
+    "checkpoint": "exact but for at most 60 kB: 12·N bytes, weights and two moments",
     "time": "estimate: FLOPs / (peak × utilisation), or tokens / tokens per second",
 }
 

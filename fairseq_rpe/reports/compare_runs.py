@@ -108,9 +108,8 @@ class Comparison:
             return f"{text}; the two have the same score in all {better.cluster_unit}"
         unit, source = ("%", "text") if better.metric == "perplexity" else ("points", better.cluster_unit)
         these = "this" if source == "text" else "these"
-        return (
-            f"{text}; differences below {better.smallest_difference:.2g} {unit} cannot be shown with {these} {source}"
-        )
+        smallest = f"{better.smallest_difference:.2g} {unit} with {these} {source}"
+        return f"{text}; the smallest detectable difference is {smallest}"
 
     def _better_first(self) -> "Comparison":
         """Return the comparison with the better model as the first one; nothing changes if an unshown one is better."""

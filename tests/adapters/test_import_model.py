@@ -173,6 +173,8 @@ def test_own_export_has_the_tokenizer_with_the_ids_of_the_dictionary(llama, tmp_
         assert ids == vocabulary.encode(text).tolist()
         assert tokenizer.decode(ids) == text
     assert tokenizer.convert_tokens_to_ids("<|begin|>") == vocabulary.token_ids.index(0)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "The tokenizer is that of the imported model." in card and "newline" not in card
 
 
 def test_export_as_llama_gives_the_weights_back(llama, tmp_path):

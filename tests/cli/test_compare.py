@@ -65,7 +65,8 @@ def test_a_known_difference_is_shown_and_equal_models_are_not(tmp_path):
         assert equal.startswith(
             f"no difference between {'alibi and rope' if runs[0] is alibi else 'rope and alibi'} is shown"
         )
-        assert "at 1,024 tokens" in equal and equal.endswith(" % cannot be shown with this text")
+        assert "at 1,024 tokens" in equal
+        assert "the smallest detectable difference is" in equal and equal.endswith(" % with this text")
         assert note == "The p-values are corrected for 2 comparisons (Holm)."
     [line] = lines_of(alibi, write(tmp_path / "same.jsonl", text_result(DIFFICULTY, encoding="copy")))
     assert "ratio of 1.000 (95 % interval 1.000 to 1.000, 62 documents, p = 1.00)" in line
