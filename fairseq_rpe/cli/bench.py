@@ -42,8 +42,8 @@ _SETTINGS = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bench``."""
     parser.description = (
-        "Time all encodings and backends in rotation at each length, relative to torch's own causal attention without "
-        "a bias. With --model, time untrained models on one block. Combinations that a backend does not support are "
+        "Time attention with some encodings on each backend, in turns at each length, relative to torch's own causal "
+        "attention without a bias. With --model, time untrained models on one block. Combinations that a backend does not support are "
         "skipped with a message."
     )
     parser.add_argument("--model", choices=MODEL_SIZES, help="time models of this size instead of attention alone")
