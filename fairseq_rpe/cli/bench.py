@@ -43,8 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bench``."""
     parser.description = (
         "Time attention with some encodings on each backend, in turns at each length, relative to torch's own causal "
-        "attention without a bias. With --model, time untrained models on one block. Combinations that a backend does not support are "
-        "skipped with a message."
+        "attention without a bias. With --model, time untrained models on one block. Combinations that a backend does "
+        "not support are skipped with a message."
     )
     parser.add_argument("--model", choices=MODEL_SIZES, help="time models of this size instead of attention alone")
     about = (

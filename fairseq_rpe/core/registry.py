@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fairseq_rpe.core.arguments import describe_value
 from fairseq_rpe.core.errors import UserError, shorten_path
@@ -58,7 +58,12 @@ class Registry(Generic[T]):
         hint: End of the message about an unknown name.
         configure: Function of a class's ``Config``, the name and the options as text that returns the config.
         has_patterns: Whether a model may have different ones in its layers, so that patterns of layers are valid.
+
+    Attributes:
+        num_registered: Number of classes in all registries.
     """
+
+    num_registered: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class Registry(Generic[T]):
                 )
             if name in self._table and self._table[name] is not item:
                 raise UserError(f"{self.kind} '{name}' is registered twice: rename one of them")
+            Registry.num_registered += name not in self._table
             self._table[name] = item
             self._looks[name] = look
             return item

@@ -11,6 +11,7 @@ from pathlib import Path
 from fairseq_rpe.core.arguments import check_count, check_text, check_texts, describe_value
 from fairseq_rpe.core.contract import call_user_method, is_shipped
 from fairseq_rpe.core.errors import UserError, explain_memory_errors
+from fairseq_rpe.core.registry import Registry
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings import (  # noqa: F401  (registers)
     abacus,
@@ -142,10 +143,10 @@ def _width_for_heads(cls: type[Encoding], spec: str, heads: int, width: int, hea
 
 
 def load_module(path: str | Path) -> None:
-    """Run a Python file that registers encodings; a file that was already run is skipped.
+    """Run a Python file that registers encodings or position transforms; a file that was already run is skipped.
 
     Args:
-        path: a Python file that calls ``fairseq_rpe.encodings.register``.
+        path: a Python file that calls ``fairseq_rpe.encodings.register`` or ``fairseq_rpe.positions.register``.
 
     Raises:
         UserError: the file is missing, fails, changed after it was run, or registers nothing.
@@ -164,9 +165,10 @@ def load_module(path: str | Path) -> None:
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise UserError(f"--rpe-module {path}: not a Python file (its name must end in .py)")
-    before = set(registry.names())
+    registry.names()  # loads the entry points first
+    before = Registry.num_registered
     _execute_module(path, file, spec, spec.loader)
-    if set(registry.names()) == before:
+    if Registry.num_registered == before:
         raise UserError(f"--rpe-module {path}: registers no encoding; decorate its class with @register('name')")
     _loaded[str(file)] = digest
 

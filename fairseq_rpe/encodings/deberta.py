@@ -31,14 +31,16 @@ class Deberta(Encoding):
     class Config:
         """Options of ``deberta``."""
 
-        max_distance: int = option(512, "k without buckets: tokens", minimum=2, maximum=1 << 20)
+        max_distance: int = option(512, "k if buckets is 0; larger distances share a row", minimum=2, maximum=1 << 20)
         buckets: int = option(0, "rows for the past, logarithmic from half of them on; 0: one per distance", minimum=0)
         c2p: bool = option(True, "content-to-position term q·K")
         p2c: str = option(
             "code", "position-to-content term k·Q: with δ(i, j), δ(j, i) or none", choices=("code", "paper", "none")
         )
 
-    formula = "(q_i·k_j + q_i·K_δ(i,j) + k_j·Q_δ(i,j))/√(3D)"
+    formula = (
+        "(q_i·k_j + q_i·K_δ(i,j) + k_j·Q_δ(i,j))/√(3D),  δ(i, j) = min(i - j + k, 2k - 1),  K, Q: projected table rows"
+    )
     paper = "He et al. 2021 (arXiv 2006.03654), Eq. 2-4"
     family = "bias that depends on the content"
     sharing_modes = ("layer", "model")

@@ -54,7 +54,7 @@ class Fire(PairwiseBias):
             False, "evaluate f for every pair, as published and for GELU; false: by the linear pieces of f"
         )
 
-    formula = "f(psi(i-j) / psi(max(L, i))),  psi(x) = ln(c·x + 1),  f: MLP, c and L learned"
+    formula = "f(psi(i-j) / psi(max(L, i))),  psi(x) = ln(c·x + 1),  f: MLP, c and the threshold L learned"
     paper = "Li et al. 2024 (arXiv 2310.04418), Eq. 4"
     dape_base = True
     sharing_modes = ("layer", "model")

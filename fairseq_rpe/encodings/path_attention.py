@@ -50,7 +50,7 @@ class PathAttention(GatedProduct):
         conv: int = option(3, "tokens of the convolution; 0: none, and no SiLU", minimum=0, maximum=64)
         scaled_gate: bool = option(False, "gate=forget: divide the bias by sqrt(D), as the code of the paper does")
 
-    formula = "q_i·H_i … H_(j+1) k_j/√D,  H_t = I - β_t w_t w_tᵀ,  w_t and β_t of the input x_t"
+    formula = "q_i·H_i … H_(j+1) k_j/√D,  H_t = I - β_t w_t w_tᵀ,  w_t = SiLU(conv(W_2 W_1 x))_t / norm,  β_t of x_t"
     paper = "Yang et al. 2025 (arXiv 2505.16381)"
     bounded_reason = "no matrix H lengthens a vector, so |score| ≤ |q|·|k|/√D, bounded for bounded q and k"
     transforms_keys = True

@@ -41,10 +41,10 @@ class Pope(Rotary):
     class Config:
         """Options of ``pope``."""
 
-        base: float = option(10000.0, "b in θ_c = b^(-c/d)", above=1)
+        base: float = option(10000.0, "b in θ_c = b^(-c/D)", above=1)
         init: str = option("zero", "initial phases δ: 0, or drawn uniformly from [-2π, 0]", choices=("zero", "uniform"))
 
-    formula = "Σ_c s(q_c)·s(k_c)·cos((i - j)·θ_c - δ_hc),  s(x) = ln(1 + e^x),  θ_c = b^(-c/d),  δ learned"
+    formula = "Σ_c s(q_c)·s(k_c)·cos((i - j)·θ_c - δ_hc),  s(x) = ln(1 + e^x),  θ_c = b^(-c/D),  δ learned"
     paper = "Gopalakrishnan et al. 2025 (arXiv 2509.10534)"
     sharing_modes = ("model", "layer")
     fixed_rotation = True

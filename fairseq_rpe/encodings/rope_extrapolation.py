@@ -303,7 +303,7 @@ class String(RegionRope):
         shift: int = option(0, "S, distance from which keys are moved nearer, below L; 0: L/3", minimum=0)
         window: int = option(0, "W, the ρ of distance S, at most S; 0: L/32, at most 512", minimum=0)
         temperature: float | Literal["code"] = option(
-            1.0, "factor of queries and of keys; code: 0.1·ln 2 + 1, as in the authors' code", above=0
+            1.0, "factor of the rotated part of queries and keys; code: 0.1·ln 2 + 1, as in the authors' code", above=0
         )
 
     formula = "RoPE at ρ = d where d < S, else d - S + W"

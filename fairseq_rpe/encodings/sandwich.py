@@ -13,11 +13,11 @@ from fairseq_rpe.encodings.base import DistanceBias, register
 
 @register("sandwich", colour="blue", marker="s")
 class Sandwich(DistanceBias):
-    """Sandwich (Chi et al. 2023, arXiv 2212.10356): (H / 8h)·Σ_s cos(d·10000^(-s/D)) for head h = 1 … H.
+    """Sandwich (Chi et al. 2023, arXiv 2212.10356): (H / 8h)·Σ_s cos(d·10000^(-s/N)) for head h = 1 … H.
 
-    It is the inner product of two sinusoidal vectors of D = dim/2 frequencies. ``variant=paper`` has s = 0 … D-1, as
-    the paper's listing; ``variant=evo``, the code of Qin et al. 2024 (arXiv 2307.10156), has s = 1 … D and subtracts
-    the constant D + 1e-4, to which softmax is invariant. At finite D the cosines keep oscillating, so the bias is
+    It is the inner product of two sinusoidal vectors of N = dim/2 frequencies. ``variant=paper`` has s = 0 … N-1, as
+    the paper's listing; ``variant=evo``, the code of Qin et al. 2024 (arXiv 2307.10156), has s = 1 … N and subtracts
+    the constant N + 1e-4, to which softmax is invariant. At finite N the cosines keep oscillating, so the bias is
     bounded below and Σ exp(bias) diverges; it resembles a power law only up to about 15 700 tokens.
     """
 
@@ -32,7 +32,7 @@ class Sandwich(DistanceBias):
             0, "even width of the sinusoids; 0: 128 (paper) or twice the head width (evo)", minimum=0, maximum=65_536
         )
 
-    formula = "(H / 8h)·Σ_s cos(d·10000^(-s/D))  [evo: - D - 1e-4 inside]"
+    formula = "(H / 8h)·Σ_(s=0…N-1) cos(d·10000^(-s/N)), N = dim/2  [evo: s = 1…N, and - N - 1e-4 inside]"
     paper = "Chi, Fan, Rudnicky, Ramadge 2023 (arXiv 2212.10356)"
 
     def setup(self) -> None:

@@ -31,7 +31,7 @@ class TransformerXL(Encoding):
             0, "largest d, in tokens; larger distances are clipped; 0: no limit", minimum=0, maximum=1 << 20
         )
 
-    formula = "((q_i + u)·k_j + (q_i + v)·W_R·R_(i-j))/√D"
+    formula = "((q_i + u)·k_j + (q_i + v)·W_R·R_(i-j))/√D,  R_d: sinusoids of d,  u, v and W_R learned"
     paper = "Dai et al. 2019 (arXiv 1901.02860), section 3.3"
     family = "bias that depends on the content"
     sharing_modes = ("layer", "model")

@@ -11,6 +11,7 @@ from refusal import refused
 from specs import ALL_SPECS, SPECS
 from torch.testing import assert_close
 
+from fairseq_rpe import positions
 from fairseq_rpe.analysis.convergence import DIVERGES, verdict
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build, describe, load_module, names, normalise
@@ -226,6 +227,16 @@ def test_own_file(tmp_path):
         load_module(file)
     with refused("no such file"):
         load_module(tmp_path / "absent.py")
+
+
+def test_own_file_that_registers_a_position_transform_alone(tmp_path):
+    (tmp_path / "halved.py").write_text(
+        "from fairseq_rpe.positions import Transform, register\n\n\n"
+        '@register(\'test_halved\')\nclass Halved(Transform):\n    """Halve positions."""\n\n'
+        "    formula = 'p / 2'\n    paper = 'none'\n"
+    )
+    load_module(tmp_path / "halved.py")
+    assert "test_halved" in positions.names()
 
 
 @pytest.mark.parametrize(
