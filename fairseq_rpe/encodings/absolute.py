@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Absolute, Encoding, register
+from fairseq_rpe.encodings.position_table import PositionTable
 
 
 @register("nope", colour="black", marker="o")
@@ -68,7 +68,7 @@ class Sinusoidal(Absolute):
 
 
 @register("learned", colour="blue", marker="^")
-class Learned(Absolute):
+class Learned(PositionTable, Absolute):
     """A learned vector per position, table (N, C), added at the input (Gehring et al. 2017, arXiv 1705.03122).
 
     Positions beyond the table are refused, so it cannot extrapolate.
@@ -83,29 +83,13 @@ class Learned(Absolute):
     formula = "x + table[i]"
     paper = "Gehring et al. 2017 (arXiv 1705.03122)"
     position_type = "whole"
-
-    @classmethod
-    def position_limit(cls, config: Any, length: int | None) -> int | None:
-        """Return the number of rows of the table."""
-        return config.max_positions or length
+    name = "learned"
 
     def setup(self) -> None:
         """Check the options and create the parameters."""
-        rows = self.position_limit(self.config, self.length)
-        if not rows:
-            raise UserError("'learned' needs a table size: give max_positions=N or a training length")
-        if self.length and rows < self.length:
-            raise UserError(
-                f"'learned:max_positions={rows}' is less than the training length {self.length}: raise it or use 0"
-            )
-        self.table = nn.Parameter(torch.randn(rows, self.width) * self.width**-0.5)
+        self.table = nn.Parameter(torch.randn(self.count_rows(), self.width) * self.width**-0.5)
 
     def vectors(self, at: Tensor) -> Tensor:
         """Return the vectors (B or 1, n, C) of positions ``at`` (B or 1, n)."""
-        rows = self.table.shape[0]
-        if int(at.max()) >= rows:
-            raise UserError(
-                f"position {int(at.max())} is beyond the {rows} positions that 'learned' was trained with: evaluate at "
-                f"{rows} tokens or fewer, or train with an encoding that extrapolates"
-            )
+        self.check_rows(int(at.max()), len(self.table))
         return F.embedding(at.to(torch.int64), self.table)

@@ -3,23 +3,22 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_rpe.core.bias import PairBias
-from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.positions import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import PairwiseBias, register
+from fairseq_rpe.encodings.position_table import PositionTable
 from fairseq_rpe.encodings.t5 import relative_position_bucket
 
 
 @register("tupe", colour="black", marker="s")
-class Tupe(PairwiseBias):
+class Tupe(PositionTable, PairwiseBias):
     """TUPE (Ke et al. 2021, arXiv 2006.15595): untied position-to-position term; with ``relative=true`` TUPE-R.
 
     score = (x_i W_Q)·(x_j W_K)/sqrt(2D) + (p_i U_Q)·(p_j U_K)/sqrt(2D), with ``relative=true`` plus T5's learned value
@@ -44,22 +43,11 @@ class Tupe(PairwiseBias):
     position_type = "whole"
     fixed_rotation = True
     buckets, max_distance = 32, 128
-
-    @classmethod
-    def position_limit(cls, config: Any, length: int | None) -> int | None:
-        """Return the number of rows of the table."""
-        return config.max_positions or length
+    name = "tupe"
 
     def setup(self) -> None:
         """Check the options and create the parameters."""
-        rows = self.position_limit(self.config, self.length)
-        if not rows:
-            raise UserError("'tupe' needs a table size: give max_positions=N or a training length")
-        if self.length and rows < self.length:
-            raise UserError(
-                f"'tupe:max_positions={rows}' is less than the training length {self.length}: raise it or use 0"
-            )
-        self.table = nn.Parameter(torch.randn(rows, self.width) * 0.02)
+        self.table = nn.Parameter(torch.randn(self.count_rows(), self.width) * 0.02)
         self.norm = nn.LayerNorm(self.width) if self.config.norm else None
         self.project = nn.Linear(self.width, 2 * self.width)
         nn.init.normal_(self.project.weight, std=0.02)
@@ -81,11 +69,7 @@ class Tupe(PairwiseBias):
         """Return the bias of pairs as inner products of vectors of query positions and of key positions."""
         first, last, last_key = (int(x) for x in (pos.q.min().clamp_min(0), pos.q.max(), pos.k.max()))
         largest = max(last, last_key)
-        if largest >= len(self.table):
-            raise UserError(
-                f"position {largest} is beyond the {len(self.table)} positions that 'tupe' was trained with: evaluate "
-                f"at {len(self.table)} tokens or fewer, or train with an encoding that extrapolates"
-            )
+        self.check_rows(largest, len(self.table))
         q, k = self._project(self.vectors(largest + 1, pos.k.dtype), first, last)
         relative = () if self.relative is None else (self.relative.to(pos.k.dtype),)
         return PairBias(partial(self._pair_bias, first), (q, k, *relative))
