@@ -59,12 +59,15 @@ class FairseqRpeCache(Cache):
         self.decoder_cache = DecoderCache()
         self.ids: Tensor | None = None
 
-    def append_ids(self, ids: Tensor) -> Tensor:
-        """Append ids (B, n), and return those of all tokens (B, m)."""
+    def join_ids(self, ids: Tensor) -> Tensor:
+        """Return the ids of the cached tokens followed by ids (B, n): (B, m)."""
         if self.ids is not None and len(self.ids) != len(ids):
             raise UserError(f"the cache has {len(self.ids)} rows, the input {len(ids)}: begin with an empty cache")
-        self.ids = ids if self.ids is None else torch.cat([self.ids, ids], dim=1)
-        return self.ids
+        return ids if self.ids is None else torch.cat([self.ids, ids], dim=1)
+
+    def advance(self, ids: Tensor, decoder_cache: DecoderCache) -> None:
+        """Store the ids of all tokens (B, m) and the cache of the decoder after them."""
+        self.ids, self.decoder_cache = ids, decoder_cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number m of cached tokens."""
@@ -198,9 +201,12 @@ class FairseqRpePreTrainedModel(PreTrainedModel):
         cache = self._cache(past_key_values, False if use_cache is None and documents is not None else use_cache)
         ids = self._mask_padding(input_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
         states: list[Tensor] = []
-        all_ids = ids if cache is None else cache.append_ids(ids)  # (B, m)
-        decoder_cache = None if cache is None else cache.decoder_cache
+        all_ids = ids if cache is None else cache.join_ids(ids)  # (B, m)
+        # a copy, so that the cache stays as it is if the decoder refuses the tokens
+        decoder_cache = None if cache is None else cache.decoder_cache.copy()
         features: Tensor = self.decoder.features(all_ids, decoder_cache, documents, states)
+        if cache is not None and decoder_cache is not None:
+            cache.advance(all_ids, decoder_cache)
         if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
             return features, cache, (*states[:-1], features)
         return features, cache, None

@@ -53,7 +53,15 @@ class LayerCache:
             v: (B, G, n, D).
             features: (B, H, n, E), or None.
             window: no new or later token sees a key that is this number of tokens or more before it; None: it may.
+
+        Raises:
+            UserError: the layer has dropped keys that a new token may see.
         """
+        if window is None and self.dropped:
+            raise UserError(
+                f"a layer with a window has dropped its first {self.dropped} keys, and a row that goes on after padding "
+                "may read them: begin with an empty cache, and put padding before the rows"
+            )
         new = [k, v] if features is None else [k, v, features]
         self.window = window
         if window is not None and self.held >= 2 * window:  # rarely, as the next step copies what remains
@@ -73,8 +81,8 @@ class LayerCache:
             self.map(lambda x: x[:, :, hidden:])
             self.dropped += hidden
 
-    def truncate(self, tokens: int) -> None:
-        """Drop all but the first tokens.
+    def check_truncate(self, tokens: int) -> None:
+        """Check that all but the first tokens can be dropped.
 
         Raises:
             UserError: the layer has dropped keys that the next token would see, or a token that is dropped has changed
@@ -90,6 +98,9 @@ class LayerCache:
                 f"a layer with a window has dropped its first {self.dropped} keys, so the cache cannot return to "
                 f"{tokens} tokens: copy the cache before it is continued"
             )
+
+    def truncate(self, tokens: int) -> None:
+        """Drop all but the first tokens, after :meth:`check_truncate`."""
         held = tokens - self.dropped
         self.map(lambda x: x[:, :, :held])
 
@@ -199,7 +210,10 @@ class DecoderCache:
         Raises:
             UserError: a layer with a window has dropped keys that the next token would see, or has a state of keys.
         """
-        for layer in self._layers.values():
+        layers = self._layers.values()
+        for layer in layers:  # before any layer is changed
+            layer.check_truncate(tokens)
+        for layer in layers:
             layer.truncate(tokens)
 
     def _check_complete(self) -> None:

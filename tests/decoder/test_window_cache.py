@@ -116,3 +116,22 @@ def test_a_copy_goes_on_by_itself_and_dropped_keys_do_not_come_back(task):
         cache.truncate(5)
     with refused("has dropped old keys"):
         cache.keep_last(3)
+
+
+@pytest.mark.parametrize("chunks", [[6], [1] * 6])
+def test_a_row_that_goes_on_after_padding_is_refused_if_keys_were_dropped(task, chunks):
+    model, x, cache = make_model(task, "rope:local=4", decoder_layers=2), draw(2, 26), DecoderCache()
+    x[1, 10:20] = task.source_dictionary.pad()
+    decode(model, x, cache, (8, *[1] * 12))
+    with refused("a row that goes on after padding may read them"):
+        decode(model, x, cache, chunks)
+
+
+def test_a_refused_truncation_changes_no_layer(task):
+    model, x, cache = make_model(task, "alibi:local=9|alibi:local=3", decoder_layers=2), draw(2, 17), DecoderCache()
+    decode(model, x, cache, (12, *[1] * 4))
+    with refused("cannot return to 11 tokens"):
+        cache.truncate(11)
+    assert len(cache.layer(0)) == len(cache.layer(1)) == 16
+    with torch.no_grad():
+        torch.testing.assert_close(decode(model, x, cache, [1]), model(x)[0][:, -1:], rtol=1e-5, atol=1e-5)
