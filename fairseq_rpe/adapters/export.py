@@ -176,7 +176,8 @@ def export(request: ExportRequest) -> ExportSummary:
         device="cpu",
     )
     model, _ = load_model(request.checkpoint, overrides, source.data)
-    with scratch_folder(request.out) as scratch:
+    target = Path(os.path.realpath(request.out))
+    with scratch_folder(target) as scratch:
         folder = scratch / "export"
         folder.mkdir()
         with _without_progress_bars():
@@ -196,7 +197,9 @@ def export(request: ExportRequest) -> ExportSummary:
         )
         write_model_card(card, request.architecture, folder)
         _check_out(request.out)  # again: another process may have used the folder meanwhile
-        folder.rename(request.out)
+        if target.exists():
+            target.rmdir()
+        folder.rename(target)
     parameters = sum(p.numel() for p in exported.parameters())
     return ExportSummary(parameters, source.rpe, source.tokenizer, source.no_tokenizer, difference)
 

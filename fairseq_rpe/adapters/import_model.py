@@ -115,6 +115,8 @@ def _check_free(out: Path) -> None:
     if out.is_dir() and any(out.iterdir()):
         raise UserError(f"--out {out} is not empty: name another folder, or remove it")
     check_output_folder(out)
+    if os.pathsep in str(out):
+        raise UserError(f"--out {out} has a '{os.pathsep}', where fairseq splits paths: rename it")
 
 
 def _read_config(folder: Path) -> Any:

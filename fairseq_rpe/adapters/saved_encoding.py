@@ -41,7 +41,13 @@ def load_with_encoding(folder: Path | str, *, backend: str = "auto", **options: 
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json: name a folder that save_pretrained wrote")
-    model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+    model: Any
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"{path} lacks the weights '{missing[0]}' of a {type(model).__name__}: save a model for causal language "
+            "modelling"
+        )
     settings = getattr(model.config, NAME, None)
     if not isinstance(settings, dict):
         raise UserError(f"{path} was saved without an encoding: call use_encoding(model, SPEC) before save_pretrained")

@@ -143,7 +143,10 @@ def _encoding_and_positions(model: PreTrainedModel, adapter: EncodingAdapter | N
 def _digest(model: PreTrainedModel, encoding: str) -> str:
     """Return a digest of the config, the encoding and every weight."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "transformers_version", NAME)}
-    digest = hashlib.sha256(json.dumps([config, encoding], sort_keys=True, default=str).encode())
+    # the training length scales rotations and positions, and the seed draws random positions
+    settings = getattr(base_model(model).config, NAME, None) or {}
+    identity = [config, encoding, settings.get("length"), settings.get("seed")]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

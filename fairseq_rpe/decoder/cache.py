@@ -59,8 +59,8 @@ class LayerCache:
         """
         if window is None and self.dropped:
             raise UserError(
-                f"a layer with a window has dropped its first {self.dropped} keys, and a row that goes on after padding "
-                "may read them: begin with an empty cache, and put padding before the rows"
+                f"a layer with a window has dropped its first {self.dropped} keys, and a row that goes on after "
+                "padding may read them: begin with an empty cache, and put padding before the rows"
             )
         new = [k, v] if features is None else [k, v, features]
         self.window = window

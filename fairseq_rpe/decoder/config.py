@@ -1,5 +1,6 @@
 """Configuration of the decoder: its sizes, its blocks and how it computes."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +157,7 @@ class DecoderConfig:
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise UserError(f"{_flag(name)} is one of {', '.join(values)}, not '{getattr(self, name)}'")
+        self._check_sizes()
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise UserError(f"--kv-heads {self.kv_heads} does not divide the {self.heads} attention heads")
         if self.head_width is None and self.width % self.heads:
@@ -172,10 +174,26 @@ class DecoderConfig:
                 "--scale-resids scales the residual of the feed-forward layer, and --norm-position parallel has one "
                 "residual for both sublayers: drop one of them"
             )
-        if self.norm_eps <= 0:
+        if not 0 < self.norm_eps < math.inf:
             raise UserError(f"--norm-eps is a positive number, not {self.norm_eps:g}")
-        if self.logit_softcap < 0:
+        if not 0 <= self.logit_softcap < math.inf:
             raise UserError(f"--logit-softcap is a positive number, or 0 for none, not {self.logit_softcap:g}")
+
+    def _check_sizes(self) -> None:
+        """Check the sizes of the decoder and the probabilities of dropout."""
+        sizes = {"layers": "decoder-layers", "width": "decoder-embed-dim", "heads": "decoder-attention-heads"}
+        for name, flag in (sizes | {"ffn_width": "decoder-ffn-embed-dim"}).items():
+            if getattr(self, name) < 1:
+                raise UserError(f"--{flag} is a positive number, not {getattr(self, name)}")
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{_flag(name)} is from 0 to below 1, not {getattr(self, name):g}")
+        widths = (self.input_width or self.width, self.output_width or self.width)
+        if self.share_embeddings and widths[0] != widths[1]:
+            raise UserError(
+                f"input and output embeddings have the widths {widths[0]} and {widths[1]}, so they cannot be shared: "
+                "leave --share-decoder-input-output-embed out, or make the widths equal"
+            )
 
 
 def _flag(name: str) -> str:

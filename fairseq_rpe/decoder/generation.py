@@ -55,11 +55,12 @@ class DecodingState:
         """
         return self._log_probs(self._last_features())
 
-    def prefill_or_step_logits(self) -> Tensor:
+    def prefill_or_step_logits(self) -> tuple[Tensor, Tensor]:
         """Read the tokens that are not in the cache yet.
 
         Returns:
-            (R, V) float32 logits of the next token; -inf for padding.
+            (R, V) float32 logits of the next token, -inf for padding; and (R, 1) the log-sum-exp of all logits, padding
+            included, which turns them into the log-probabilities of :meth:`prefill_or_step`.
 
         Raises:
             UserError: the model has an adaptive softmax, which has no logits of the whole vocabulary.
@@ -67,7 +68,9 @@ class DecodingState:
         decoder = self.model.decoder
         if decoder.output_projection is None:
             raise UserError("this model's adaptive softmax has no logits: leave the repetition penalty out")
-        return self._exclude_padding(decoder.output_layer(self._last_features())[:, 0].float())
+        logits = decoder.output_layer(self._last_features())[:, 0].float()
+        total = logits.logsumexp(-1, keepdim=True)
+        return self._exclude_padding(logits), total
 
     def _last_features(self) -> Tensor:
         """Read the tokens that are not in the cache yet, and return the features (R, 1, C) of the last tokens."""

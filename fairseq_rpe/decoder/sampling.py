@@ -200,19 +200,25 @@ def sample_rows(
     prompts, device = [prompt for prompt, _ in distinct], next(model.parameters()).device
     with fixed_positions(model, prompts, [length for _, length in distinct]):
         state = DecodingState(model, pad_prompts(prompts, model.decoder.padding_idx).to(device), prefill_tokens)
-        read = state.prefill_or_step_logits if has_penalty else state.prefill_or_step
-        scores = read()  # (distinct prompts, V)
+
+        def read() -> tuple[Tensor, Tensor]:
+            """Return scores of the next token (R, V), and (R, 1) what is subtracted to get log-probabilities."""
+            if has_penalty:
+                return state.prefill_or_step_logits()
+            scores = state.prefill_or_step()
+            return scores, scores.new_zeros(len(scores), 1)
+
+        scores, totals = read()  # (distinct prompts, V), (distinct prompts, 1)
         if len(distinct) < len(rows):
             order = torch.tensor([distinct.index(text) for text in texts], device=device)
             state.select_rows(order)
-            scores = scores[order]
+            scores, totals = scores[order], totals[order]
         active, lengths = list(range(len(rows))), [0] * len(rows)
         while True:
             chosen = choose_tokens(scores, state.rows, [rows[n] for n in active])
             logprobs: list[float | None] = [None] * len(active)
             if needs_logprobs:
-                normalised = scores.log_softmax(-1) if has_penalty else scores
-                logprobs = normalised.gather(1, chosen[:, None])[:, 0].tolist()
+                logprobs = (scores.gather(1, chosen[:, None]) - totals)[:, 0].tolist()
             unfinished = []
             for index, (n, token) in enumerate(zip(active, chosen.tolist(), strict=True)):
                 lengths[n] += 1
@@ -225,4 +231,4 @@ def sample_rows(
             if len(unfinished) < len(active):
                 state.select_rows(torch.tensor(unfinished, device=device))
                 active = [active[index] for index in unfinished]
-            scores = read()
+            scores, totals = read()

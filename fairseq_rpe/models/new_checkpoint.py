@@ -63,7 +63,7 @@ def checkpoint_contents(model: NewModel, weights: Mapping[str, Tensor]) -> dict[
         state[f"decoder.{_OUTPUT}"] = state[f"decoder.{_EMBEDDING}"]
     config = model.config
     encodings = build_for_model(
-        model.rpe, config.heads, config.width, config.layers, model.length, head_width=config.head_width
+        model.rpe, config.heads, config.width, config.layers, model.length, model.symbols, head_width=config.head_width
     )
     state |= {f"{ENCODING_PREFIX}{name}": value for name, value in encodings.state_dict().items()}
     state["decoder.version"] = Tensor([3])

@@ -152,12 +152,14 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
 
         cfg = TransformerConfig.from_namespace(args)
         cfg.no_token_positional_embeddings = True
+        dictionary = task.target_dictionary
+        computation = {"backend": str(args.attention_backend), "compute_dtype": args.compute_dtype}
+        config = decoder_config(cfg, len(dictionary), dictionary.pad(), **blocks, **computation)
+        config.check()
         encodings = _encodings(args, task.source_dictionary.symbols)
         rank = distributed_utils.get_data_parallel_rank() if torch.distributed.is_initialized() else 0
         transforms = _position_transforms(args, encodings, rank)
-        embedding, dictionary = cls._embedding(args, task), task.target_dictionary
-        computation = {"backend": str(args.attention_backend), "compute_dtype": args.compute_dtype}
-        config = decoder_config(cfg, len(dictionary), dictionary.pad(), **blocks, **computation)
+        embedding = cls._embedding(args, task)
         decoder = RPEDecoder(cfg, config, dictionary, embedding, encodings, transforms)
         if args.rpe_log_encodings_every:
             _log_encodings(decoder, args, rank)
@@ -284,6 +286,11 @@ def _block_options(args):
         "logit_softcap": args.logit_softcap,
         "kv_heads": getattr(args, "kv_heads", None),
         "head_width": getattr(args, "head_dim", None),
+        # TransformerConfig lacks these if it is made from a DictConfig
+        "scale_attention": bool(getattr(args, "scale_attn", False)),
+        "scale_heads": bool(getattr(args, "scale_heads", False)),
+        "scale_ffn": bool(getattr(args, "scale_fc", False)),
+        "scale_residual": bool(getattr(args, "scale_resids", False)),
     }
 
 
@@ -294,6 +301,8 @@ def _refuse_block_options(args):
             f"--ffn-multiple sets the width of gated feed-forward layers, and --activation-fn {args.activation_fn} has "
             "no gate: give --decoder-ffn-embed-dim"
         )
+    if (multiple := getattr(args, "ffn_multiple", None)) is not None and multiple < 1:
+        raise UserError(f"--ffn-multiple is a positive number, not {multiple}")
     if args.logit_softcap and args.adaptive_softmax_cutoff is not None:
         raise UserError("--logit-softcap: an adaptive softmax has no logits of the whole vocabulary: drop one of them")
 

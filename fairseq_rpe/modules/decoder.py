@@ -8,7 +8,6 @@ from fairseq.models import FairseqIncrementalDecoder
 from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from fairseq.modules import AdaptiveSoftmax, FairseqDropout, LayerDropModuleList
 from fairseq.modules.quant_noise import quant_noise
-from fairseq.utils import safe_getattr
 from torch import Tensor, nn
 
 from fairseq_rpe.core.errors import UserError
@@ -235,11 +234,6 @@ def decoder_config(cfg: TransformerConfig, vocabulary: int, padding_idx: int, **
         "activation": _ACTIVATIONS.get(str(cfg.activation_fn), str(cfg.activation_fn)),
         "scale_embedding": not cfg.no_scale_embedding,
         "share_embeddings": cfg.share_decoder_input_output_embed,
-        # fairseq's configuration lacks these if it was made from a DictConfig
-        "scale_attention": safe_getattr(cfg, "scale_attn", False),
-        "scale_heads": safe_getattr(cfg, "scale_heads", False),
-        "scale_ffn": safe_getattr(cfg, "scale_fc", False),
-        "scale_residual": safe_getattr(cfg, "scale_resids", False),
         "dropout": cfg.dropout,
         "attention_dropout": cfg.attention_dropout,
         "activation_dropout": cfg.activation_dropout or cfg.relu_dropout or 0.0,

@@ -121,9 +121,10 @@ class AlgorithmicTask(FairseqTask):
         self.datasets[split] = AlgorithmDataset(list(self.algorithm.examples(split)), self._dictionary)
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model with the training length of the task."""
+        """Build the model with the training length of the task, unless the model has another one."""
         with open_dict(cfg):
-            cfg.tokens_per_sample = cfg.rpe_train_length = self.train_tokens
+            cfg.tokens_per_sample = self.train_tokens
+            cfg.rpe_train_length = getattr(cfg, "rpe_train_length", None) or self.train_tokens
         return super().build_model(cfg, from_checkpoint)
 
     @property

@@ -57,6 +57,7 @@ class QuestionAnsweringConfig(FairseqDataclass):
     add_bos_token: bool = field(default=False, metadata={"help": "refused: a row begins with its prompt"})
     seed: int = II("common.seed")
     train_subset: str = II("dataset.train_subset")
+    valid_subset: str = II("dataset.valid_subset")
     finetune_from_model: Optional[str] = II("checkpoint.finetune_from_model")
 
 
@@ -121,6 +122,11 @@ class QuestionAnsweringTask(FairseqTask):
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"{flag} has no effect on rpe_answers, whose rows are prepared: drop it")
         check_truncate(cfg.truncate)
+        if cfg.eval_answers and cfg.train_subset in (cfg.valid_subset or "").split(","):
+            raise UserError(
+                f"--eval-answers: the answers of '{cfg.train_subset}', the training split, are not scored: leave it "
+                "out of --valid-subset"
+            )
         path = Path(cfg.data or "") / "dict.txt"
         if not cfg.data or not path.is_file():
             raise UserError(f"data {cfg.data}: no dict.txt there; name a folder of fairseq-rpe prepare-questions")

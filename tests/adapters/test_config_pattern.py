@@ -316,6 +316,12 @@ def test_options_that_equal_their_defaults_replace_those_of_the_model_and_stay_i
     assert torch.equal(logits(loaded, text()), logits(model, text()))
 
 
+def test_a_saved_model_without_a_head_is_not_given_a_random_one(tmp_path):
+    use_encoding(make("llama"), "kerple_log").model.save_pretrained(tmp_path)
+    with refused("lacks the weights 'lm_head.weight'"):
+        load_with_encoding(tmp_path)
+
+
 def test_yarn_of_a_model_that_normalises_rotated_queries_and_keys():
     own = make("llama4_text", rope_parameters=YARN)
     assert_close(logits(with_encoding(own), text()), logits(own, text()))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CORPUS, run_here
+from conftest import CORPUS, error_of, run_here
 from refusal import refusal, refused
 
 if importlib.util.find_spec("transformers") is None:
@@ -151,6 +151,18 @@ def test_a_corpus_may_use_the_vocabulary_of_the_run(llama, tmp_path):
     vocabulary = checkpoint.parent / "vocabulary"
     run_here("prepare", *sources(folder.parent), "--out", tmp_path / "data", "--vocab-from", vocabulary)
     assert (tmp_path / "data" / "train.bin").read_bytes() == (data / "train.bin").read_bytes()
+
+
+def test_an_encoding_that_reads_tokens_gets_the_dictionary(llama, tmp_path, capsys):
+    _, folder, _, _ = llama
+    run_here("import", folder, "--out", tmp_path / "run", "--rpe", "complex")
+    run_here("export", tmp_path / "run" / "checkpoint_last.pt", tmp_path / "out")
+    assert error_of(capsys, "import", folder, "--out", tmp_path / "a:b").endswith(
+        "where fairseq splits paths: rename it\n"
+    )
+    with refused("no symbol of the dictionary is a digit"):
+        import_model(folder, tmp_path / "x", rpe="abacus")
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_tokenizer_that_loses_bytes_is_reported(llama, tmp_path):

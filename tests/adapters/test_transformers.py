@@ -163,6 +163,16 @@ def test_perplexities_equal_our_evaluation(task, tmp_path):
     assert changed.checkpoint != rows[0].checkpoint and changed.ppl != rows[0].ppl
 
 
+def test_a_result_belongs_to_the_training_length_and_the_seed(tmp_path):
+    ids, out = torch.arange(3, 43), tmp_path / "eval.jsonl"
+    for spec, settings in (
+        ("rope:scaling=yarn,factor=4", ({"length": 16}, {"length": 32})),
+        ("rope", ({"positions": "randomized:max_position=500", "seed": seed} for seed in (1, 2))),
+    ):
+        results = [evaluate(use_encoding(llama(), spec, **options), ids, [32], out=out)[0] for options in settings]
+        assert results[0].ppl != results[1].ppl and results[0].checkpoint != results[1].checkpoint
+
+
 DECODED = ["alibi", "fire", "rope:scaling=yarn,factor=4", "xpos", "learned", "self_extend:group=2,window=6"]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import make_model, model_args
 from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
+from omegaconf import OmegaConf
 from test_blocks import some_tokens
 
 from fairseq_rpe.decoder.dropout import Dropout
@@ -58,3 +59,13 @@ def test_dropout_can_stay_active_in_generation(task):
     model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=["RPEAttention"])
     assert layer.self_attn.dropout_module.active_p == 0.3 and layer.dropout_module.active_p == 0.0
     assert not torch.equal(model(tokens)[0], first)
+
+
+def test_normformer_from_the_settings_of_a_training(task):
+    """fairseq-train passes a DictConfig, of which TransformerConfig takes no such setting."""
+    from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
+
+    settings = OmegaConf.create(vars(model_args("nope", **NORMFORMER)))
+    model = TransformerRPELanguageModel.build_model(settings, task)
+    assert model.state_dict().keys() == make_model(task, "nope", **NORMFORMER).state_dict().keys()
+    assert model.state_dict().keys() > make_model(task, "nope").state_dict().keys()

@@ -192,6 +192,10 @@ def test_every_choice_is_an_option_of_train():
         ({"head_dim": 6, "scale_heads": True}, "--scale-heads divides the model width into heads"),
         ({"logit_softcap": -1.0}, "--logit-softcap is a positive number, or 0 for none, not -1"),
         ({"logit_softcap": 9.0, "adaptive_softmax_cutoff": "20"}, "--logit-softcap: an adaptive softmax has no logits"),
+        ({"decoder_layers": 0}, "--decoder-layers is a positive number, not 0"),
+        ({"dropout": 1.5}, "--dropout is from 0 to below 1, not 1.5"),
+        ({"norm_eps": float("nan")}, "--norm-eps is a positive number, not nan"),
+        ({"decoder_input_dim": 24, "share_decoder_input_output_embed": True}, "have the widths 24 and 32"),
         ({"base_layers": 1}, "mixture-of-experts layers are not supported"),
     ],
 )

@@ -117,6 +117,8 @@ def test_a_row_does_not_depend_on_its_batch(task):
         assert sum(token_logprobs(model, prompt, tokens)) == pytest.approx(total, abs=1e-4)
         scores = log_probs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
         assert float(scores.gather(1, torch.tensor(tokens)[:, None]).sum()) == pytest.approx(total, abs=1e-4)
+    other = row(PROMPTS[0], SamplingConfig(temperature=0.0, repetition_penalty=1.2))  # chosen from logits
+    assert sampled(model, [row(*cases[4]), other], needs_logprobs=True)[1][0] == pytest.approx(sums[4], abs=1e-4)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -143,5 +145,5 @@ def test_prompts_that_are_read_in_parts(task, spec):
             torch.testing.assert_close(parts.prefill_or_step(), whole.prefill_or_step(), rtol=1e-5, atol=1e-5)
             for state in (whole, parts):
                 state.append_tokens(torch.tensor([[token], [token]]))
-        logits = DecodingState(model, rows).prefill_or_step_logits()
+        logits, _ = DecodingState(model, rows).prefill_or_step_logits()
     assert bool((logits[:, PAD] == -torch.inf).all())

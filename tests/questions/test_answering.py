@@ -417,6 +417,8 @@ ANSWERS = ("answers", "answers_large", "answers_small", "answers_middle")
 def test_what_cannot_answer_while_it_is_trained_is_refused(several, tmp_path):
     with refused("follows the length of the text"):
         train(several, tmp_path, 1, eval_answers=True, rpe="rope:scaling=dynamic_ntk,original_length=64")
+    with refused("the answers of 'train', the training split, are not scored: leave it out of --valid-subset"):
+        task_of(several, eval_answers=True, valid_subset="valid,train")
 
 
 def test_scores_that_do_not_add_up_are_left_out(tmp_path):
