@@ -32,7 +32,7 @@ from fairseq_rpe.core.errors import UserError, shorten_path
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.atomic_folder import scratch_folder
 from fairseq_rpe.data.folder import EOS_ID, FAIRSEQ_SPECIALS
-from fairseq_rpe.data.transformers_tokenizer import load_model_vocabulary
+from fairseq_rpe.data.transformers_tokenizer import CONFIG_FILE, load_model_vocabulary
 from fairseq_rpe.encodings import load_module
 from fairseq_rpe.evaluation.checkpoint_defaults import position_limits
 from fairseq_rpe.evaluation.loading import load_model
@@ -40,7 +40,7 @@ from fairseq_rpe.evaluation.records import EvalOverrides
 from fairseq_rpe.questions import dataset
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import RpeCheckpoint
-from fairseq_rpe.utils.json_files import write_json
+from fairseq_rpe.utils.json_files import read_json, write_json
 from fairseq_rpe.utils.output_checks import check_output_folder
 
 REMOTE_FILE = "modeling_fairseq_rpe.py"
@@ -351,7 +351,9 @@ def _write_foreign(source: _Source, model: Any, folder: Path) -> Any:
     values, tensors = export_as(
         request.architecture, decoder.config, source.rpe, length, decoder.state_dict(), source.token_ids
     )
-    if source.is_text and source.token_ids is None:
+    if source.token_ids is not None and source.data is not None:  # the end of a text of the model that was imported
+        values["eos_token_id"] = read_json(source.data / CONFIG_FILE).get("eos_token_id", values["eos_token_id"])
+    elif source.is_text:
         values["eos_token_id"] = None
     AutoConfig.for_model(**values).save_pretrained(folder)
     path = folder / "model.safetensors"

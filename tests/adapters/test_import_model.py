@@ -197,6 +197,8 @@ def test_export_as_llama_gives_the_weights_back(llama, tmp_path):
     assert exported.keys() == original.keys()
     assert [name for name in original if not torch.equal(original[name], exported[name])] == []
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id) == (0, 1)
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
