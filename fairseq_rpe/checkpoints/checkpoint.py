@@ -65,6 +65,7 @@ class Checkpoint:
         encoding_weights: Weights of each encoding by name: one encoding per model, or one per layer. In a pattern of
             layers, those of each instance; the entry of an encoding without parameters is empty, or missing at the end.
         tokens_trained: Number of tokens that the updates were computed from, or None if it is not recorded.
+        is_best: Whether no earlier checkpoint of the training was better in validation.
     """
 
     path: Path
@@ -74,6 +75,7 @@ class Checkpoint:
     optimizer_history: tuple[Mapping[str, object], ...] | None
     encoding_weights: tuple[Mapping[str, Tensor], ...]
     tokens_trained: int | None = None
+    is_best: bool = False
 
     @property
     def num_updates(self) -> int | None:
@@ -125,7 +127,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
     optimizer_history = history if "optimizer_history" in state else None
     encoding_weights = _encoding_weights(path, model, weights)
     tokens = _tokens_trained(state.get("extra_state"), history)
-    return Checkpoint(path, model, task, weights, optimizer_history, encoding_weights, tokens)
+    is_best = _is_best(state.get("extra_state"))
+    return Checkpoint(path, model, task, weights, optimizer_history, encoding_weights, tokens, is_best)
+
+
+def _is_best(extra_state: object) -> bool:
+    """Return whether the result in validation is the best one so far, as fairseq records both."""
+    if not isinstance(extra_state, dict) or extra_state.get("best") is None:
+        return False
+    return bool(extra_state.get("val_loss") == extra_state["best"])
 
 
 def _tokens_trained(extra_state: object, history: Sequence[Mapping[str, object]]) -> int | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from fairseq_rpe.cli.printing import add_json
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.utils.files import atomic_write
-from fairseq_rpe.utils.output_checks import check_output_file
+from fairseq_rpe.utils.output_checks import check_overwrite
 from fairseq_rpe.utils.table import csv_text
 
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.reports.compare_runs import CSV_COLUMNS, compare_runs, load_run
 
     if args.out is not None:
-        check_output_file("--out", args.out)
+        check_overwrite("--out", args.out, ".csv")
     runs = [load_run(path) for path in (args.first, args.second)]
     if args.out is not None and args.out.exists() and any(args.out.samefile(run.file) for run in runs):
         raise UserError(f"--out {args.out} is a results file to be compared: name another one")

@@ -42,6 +42,8 @@ def run_list(args: argparse.Namespace) -> None:
 
     if args.specs and not args.backends:
         raise UserError("SPEC belongs to --backends: give --backends too, or leave it out")
+    if args.backends and args.names:
+        raise UserError("--names does not go with --backends: drop one of them")
     if args.backends:
         from fairseq_rpe.analysis.backend_support import support_matrix
 

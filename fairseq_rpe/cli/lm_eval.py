@@ -12,16 +12,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Run ``lm-eval`` without words."""
-    run_words(["--help"])
+    return run_words(["--help"])
 
 
-def run_words(words: Sequence[str]) -> None:
+def run_words(words: Sequence[str]) -> int:
     """Run lm-evaluation-harness.
 
     Args:
         words: its command line.
+
+    Returns:
+        The exit code.
 
     Raises:
         UserError: the package lm_eval is not installed.
@@ -35,4 +38,8 @@ def run_words(words: Sequence[str]) -> None:
     from lm_eval.__main__ import cli_evaluate
 
     with mock.patch.object(sys, "argv", ["lm-eval", *words]):
-        cli_evaluate()
+        try:
+            cli_evaluate()
+        except SystemExit as end:  # of its parser, which has printed the help or what is wrong
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0

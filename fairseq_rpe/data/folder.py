@@ -362,7 +362,8 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 def map_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Read a split as :func:`read_split` does, with the token ids as a read-only memory map."""
     dtype, sizes = _read_index(folder / f"{split}.idx")
-    _check_sizes(folder, split, dtype, sizes)
+    if not _check_sizes(folder, split, dtype, sizes):
+        return np.empty(0, dtype), sizes  # NumPy maps no empty file
     return np.asarray(np.memmap(folder / f"{split}.bin", dtype, "r")), sizes
 
 

@@ -249,7 +249,7 @@ class SplitDocuments:
             return None
         in_hash_order = sorted(documents, key=lambda document: unit_hash("few", self._options.seed, document.digest))
         fitting = self._fitting_documents(in_hash_order)
-        if len(fitting) >= 2:
+        if len({document.digest for document in fitting}) >= 2:
             return self._hold_out(documents, fitting)
         description = self._cut_few(documents)
         return self._hold_out(documents, in_hash_order) if description is None else description
@@ -276,16 +276,17 @@ class SplitDocuments:
         )
 
     def _hold_out(self, documents: Sequence[Document], candidates: Sequence[Document]) -> str | None:
-        """Make the first two candidates the valid and test split.
+        """Make the first two different candidates the valid and test split; copies of a document stay together.
 
         Returns:
             A line that describes the splits, or None if no document would be left for training.
         """
-        if len(documents) < 3:
+        different = {document.digest: document for document in reversed(candidates)}  # the first one of each digest
+        if len({document.digest for document in documents}) < 3 or len(different) < 2:
             return None
-        valid, test = candidates[:2]
-        held_out = {id(valid): "valid", id(test): "test"}  # by identity: documents may have equal texts
-        self._few = [(held_out.get(id(document), "train"), document) for document in documents]
+        valid, test = list(different.values())[:-3:-1]
+        held_out = {valid.digest: "valid", test.digest: "test"}
+        self._few = [(held_out.get(document.digest, "train"), document) for document in documents]
         return (
             f"few documents ({len(documents)}): {valid.relative_path} is the valid split, "
             f"{test.relative_path} the test split"

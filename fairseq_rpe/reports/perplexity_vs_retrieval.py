@@ -177,9 +177,9 @@ def _common_lengths(
 
 
 def _same_method(method: Method, others: Iterable[Method]) -> str | None:
-    """Return the name of the method among others that has the same encoding and positions, or None."""
-    key = (method.rpe, method.positions_train, method.positions_eval)
-    return next((o.name for o in others if (o.rpe, o.positions_train, o.positions_eval) == key), None)
+    """Return the name of the method among others that has the same encodings, positions and trainings, or None."""
+    names = ("rpe", "rpe_eval", "positions_train", "positions_eval", "continues", "further")
+    return next((o.name for o in others if all(getattr(o, name) == getattr(method, name) for name in names)), None)
 
 
 def retrieval_result(accuracies: Accuracies, task: str, method: str) -> RetrievalResult | None:

@@ -429,12 +429,15 @@ def load_perplexities(folder: SweepFolder, record: SweepRecord) -> Perplexities:
 def _results_by_text(record: SweepRecord, results: Iterable[TextResult]) -> dict[str | None, dict[int, TextResult]]:
     """Return the results on the sweep's split by text, None for the training text, and by length.
 
-    Of several results at one length the last replaces the others.
+    Of several results at one length the last replaces the others. Results on a text that is not the sweep's, as a user
+    may have added, are left out.
     """
-    text_names = {text.digest: name for name, text in record.evaluate.items()}
+    text_names: dict[str, str | None] = {text.digest: name for name, text in record.evaluate.items()}
+    training_text = record.settings.data  # None: an earlier version did not record it
     by_text: dict[str | None, dict[int, TextResult]] = {}
     for result in results:
-        if result.split == record.settings.split:
+        is_known = training_text is None or result.data == training_text or result.data in text_names
+        if result.split == record.settings.split and is_known:
             by_text.setdefault(text_names.get(result.data), {})[result.length] = result
     return by_text
 

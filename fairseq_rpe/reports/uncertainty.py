@@ -95,16 +95,18 @@ class ClusteredScores:
 
         With G_h clusters in stratum h, the variance of the mean over H strata is
         Σ_h H⁻²·G_h/(G_h − 1)·Σ_c (s_c − n_c·m_h)² / N_h². A stratum of one cluster has no spread of its own, so the
-        deviation of its cluster is that from the mean over all strata.
+        strata of one cluster count as one stratum: the deviations are those from the mean over these strata.
         """
         total = sum(len(sums) for sums, _ in self.strata)
         mean = float(np.mean([sums.sum() / counts.sum() for sums, counts in self.strata]))
+        singles = [sums.sum() / counts.sum() for sums, counts in self.strata if len(sums) == 1]
         all_sums, all_counts = [], []
         for sums, counts in self.strata:
             weights = counts / counts.sum()
-            own_mean = mean if len(sums) == 1 else sums.sum() / counts.sum()
+            own_mean = np.mean(singles) if len(sums) == 1 else sums.sum() / counts.sum()
             # clustered_mean multiplies the variance by G / (G − 1) with the G of all strata
-            correction = 1.0 if len(sums) == 1 else math.sqrt(len(sums) / (len(sums) - 1) * (total - 1) / total)
+            size = len(singles) if len(sums) == 1 else len(sums)
+            correction = math.sqrt(size / max(size - 1, 1) * (total - 1) / total)
             deviations = sums / counts.sum() - weights * own_mean
             all_sums.append(weights * mean + deviations * correction)
             all_counts.append(weights)

@@ -113,8 +113,9 @@ def find_newest(folder: CheckpointFolder) -> tuple[int, Path | None]:
 def recover_last(folder: CheckpointFolder) -> int:
     """Make ``checkpoint_last.pt`` the newest intact checkpoint of a folder.
 
-    fairseq writes a new file and then copies it over ``checkpoint_last.pt``. A kill during the copy leaves
-    ``checkpoint_last.pt`` broken or old, and the newest checkpoint in the new file.
+    fairseq writes a new file and then copies it over ``checkpoint_best.pt``, if it is the best one, and over
+    ``checkpoint_last.pt``. A kill between these steps leaves the copies broken or old, and the newest checkpoint in the
+    new file. ``checkpoint_best.pt`` is then repaired, too: fairseq would not write it again.
 
     Args:
         folder: folder of the checkpoints.
@@ -126,5 +127,7 @@ def recover_last(folder: CheckpointFolder) -> int:
     if path is None:
         folder.last.unlink(missing_ok=True)
     elif path != folder.last:
+        if load(path).is_best:
+            write_via_temporary(folder.best, lambda target: shutil.copyfile(path, target))
         write_via_temporary(folder.last, lambda target: shutil.copyfile(path, target))
     return updates

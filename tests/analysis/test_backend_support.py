@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import run_here
+from refusal import refusal
 from specs import SPECS
 
 from fairseq_rpe.analysis.backend_support import refusal_reasons, support_matrix
@@ -39,3 +40,4 @@ def test_what_is_refused_is_refused_when_it_is_called(spec):
 def test_the_command():
     said = run_here("list", "--backends").stdout
     assert "| shaw " in said and "(1) " in said
+    assert "--names does not go with --backends" in refusal("list", "--backends", "--names")

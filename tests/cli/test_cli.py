@@ -335,8 +335,9 @@ def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
 
 
 def test_newest_whole_checkpoint_becomes_the_last(tmp_path):
-    def save(name: str, updates: int) -> Path:
-        torch.save({"cfg": {}, "optimizer_history": [{"num_updates": updates}]}, tmp_path / name)
+    def save(name: str, updates: int, **extra_state: float) -> Path:
+        state = {"cfg": {}, "optimizer_history": [{"num_updates": updates}], "extra_state": extra_state}
+        torch.save(state, tmp_path / name)
         return tmp_path / name
 
     def recover() -> int:
@@ -353,6 +354,12 @@ def test_newest_whole_checkpoint_becomes_the_last(tmp_path):
     assert recover() == 15
     (tmp_path / LAST).write_bytes(b"")
     assert recover() == 10
+    save(LAST, 15, val_loss=2.0, best=2.0)
+    save("checkpoint_best.pt", 15, val_loss=2.0, best=2.0)
+    for loss, best_updates in ((3.0, 15), (1.0, 20)):  # a kill before the copies of the checkpoint after 20 updates
+        save("checkpoint_1_20.pt", 20, val_loss=loss, best=min(loss, 2.0))
+        assert recover() == 20 and checkpoints.load(tmp_path / "checkpoint_best.pt").num_updates == best_updates
+        save(LAST, 15)
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(b"broken")
     assert recover() == 0 and not (tmp_path / LAST).exists()

@@ -163,7 +163,7 @@ def test_different_examples_and_files_without_results_are_refused(tmp_path, monk
     )
     Path("empty.jsonl").write_text('{"other": 1}\n')
     assert "empty.jsonl has no perplexities" in error_of(capsys, "compare", "a", "empty.jsonl")
-    assert "--out a is a results file to be compared" in error_of(capsys, "compare", "a", "b", "--out", "a")
+    assert "--out a exists and would be replaced" in error_of(capsys, "compare", "a", "b", "--out", "a")
     Path("sweep/runs/x-seed1").mkdir(parents=True)
     write(Path("sweep/runs/x-seed1/eval.jsonl"), task_result(np.ones(9, bool), 10))
     Path("sweep/sweep.json").write_text("{}")

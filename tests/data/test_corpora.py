@@ -318,6 +318,20 @@ FEW = {
     "uneven": [3, 500, 40, 900, 7, 1200, 60, 300, 5, 800, 90, 20],
     "tiny": [1] * 5,
 }
+
+
+def test_copies_of_a_document_stay_in_one_split(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate("abcdef"):
+        for copy in range(1 + 2 * (text == "c")):
+            (tmp_path / "texts" / f"{number}-{copy}.txt").write_text(f"{text} " * 300 + "\n")
+    changes: dict[str, Any] = {"vocab_from": made, "vocab_size": None}
+    for seed in range(1, 7):
+        prepare_corpus(options(tmp_path / f"corpus{seed}", tmp_path / "texts", **changes, seed=seed), lambda _: None)
+        splits = [set(decode_documents(tmp_path / f"corpus{seed}", split)) for split in SPLITS]
+        assert all(splits) and len(set.union(*splits)) == sum(map(len, splits)) == 6
+
+
 JOINTS = [*((name, "\n\n") for name in FEW), ("two", "\n"), ("five", " "), ("uneven", "\n"), ("tiny", " ")]
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from fairseq_rpe.evaluation.question_records import QuestionResult
 from fairseq_rpe.evaluation.records import ExactMatchResult, TextResult
 from fairseq_rpe.evaluation.segment_losses import SegmentLosses
 from fairseq_rpe.evaluation.statistics import clustered_mean, mcnemar_p_value, paired_difference, wilson_interval
-from fairseq_rpe.reports import extrapolation_definition, uncertainty
+from fairseq_rpe.reports import extrapolation_definition, sweep_results, uncertainty
 from fairseq_rpe.reports.chapters import exact_match, perplexities, question_answering
 from fairseq_rpe.reports.chapters.perplexities import ComparedModels
 from fairseq_rpe.reports.extrapolation_definition import NOT_CERTAIN, PredictedVerdict
@@ -292,6 +293,8 @@ def test_means_over_lengths_are_stratified_and_labels_of_an_example_are_one_clus
     variances = [p * (1 - p) / (n - 1) for p, n in ((0.9, 50), (0.5, 200))]
     assert estimate.mean == pytest.approx(0.7)
     assert estimate.standard_error == pytest.approx(math.sqrt(sum(variances)) / 2)
+    single = uncertainty.exact_match_scores(answers(np.ones(1, bool), 300))
+    assert uncertainty.join([parts[1], single]).estimate().mean == pytest.approx(0.75)
     certain = uncertainty.accuracy_estimate(uncertainty.join([parts[0], parts[0]]))
     assert certain.low < certain.mean < certain.high
     perfect = uncertainty.join([uncertainty.exact_match_scores(answers(np.ones(50, bool), n)) for n in (3, 4)])
@@ -323,3 +326,12 @@ def test_tables_of_questions_compare_question_by_question():
     assert means.rows[0].cells[2].text == cells["a"]
     line = next(csv.DictReader(io.StringIO(results.csv())))
     assert float(line["high"]) - float(line["low"]) == pytest.approx(2 * half) and line["clusters"] == "60"
+
+
+def test_results_on_a_text_that_is_not_of_the_sweep_are_left_out():
+    """As ``eval`` on another text with the results file of a run."""
+    record = SimpleNamespace(evaluate={}, settings=SimpleNamespace(split="test", data="a"))
+    rows = [SimpleNamespace(split="test", data=data, length=64) for data in ("a", "b")]
+    assert sweep_results._results_by_text(record, rows) == {None: {64: rows[0]}}
+    record.settings.data = None  # not recorded
+    assert sweep_results._results_by_text(record, rows) == {None: {64: rows[1]}}
