@@ -173,6 +173,11 @@ class _CorpusBuilder:
                     f"warning: the tokenizer does not restore {count['changed']} of the {count['documents']} documents "
                     f"of {split} byte by byte ({count['unknown']} unknown tokens): bits per byte would be too low"
                 )
+            if kind == "words" and count["unknown"]:
+                self.say(
+                    f"warning: {count['unknown']} of the {count['tokens']} tokens of {split} are unknown words: bits per "
+                    "byte and perplexity per word would be too low"
+                )
             if kind not in _MAY_LACK_BYTES and count["unknown"]:
                 problem = f"the {split} split has {count['unknown']} unknown tokens"
                 raise UserError(f"{problem}: the vocabulary lacks some bytes")

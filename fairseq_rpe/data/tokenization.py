@@ -339,7 +339,7 @@ class Encoder(dict[str, bytes]):
         return np.frombuffer(b"".join(map(self.__getitem__, self._find(text))), dtype=self.dtype)
 
     def restores(self, text: str, ids: np.ndarray) -> bool:
-        """Return whether ids (tokens,) of a text decode to it; the vocabularies of this class are known to do so."""
+        """Return whether ids (tokens,) of a text decode to it, apart from words that a vocabulary of words lacks."""
         return True
 
 

@@ -21,7 +21,7 @@ SEGMENT_TOKENS = 1024
 MIN_SEGMENT_TOKENS = 16
 # Fewest documents for standard errors by document; the t quantile of 20 clusters is 2.09, that of many is 1.96.
 MIN_DOCUMENTS = 20
-Unit = Literal["documents", "segments of 1,024 tokens"]
+Unit = Literal["documents", "segments of at most 1,024 tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class SegmentLosses:
         starts = self._starts()
         if starts is not None and starts.sum() >= MIN_DOCUMENTS:
             return "documents", np.cumsum(starts, dtype=np.int64) - 1
-        return "segments of 1,024 tokens", np.arange(len(self.counts()), dtype=np.int64)
+        return "segments of at most 1,024 tokens", np.arange(len(self.counts()), dtype=np.int64)
 
     def cluster_sums(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of tokens (G,) int64 and the sum of the losses in bits (G,) float64 of each cluster."""

@@ -161,6 +161,12 @@ def test_commands_replace_a_corpus_only_if_that_is_said(command: str, rows: Path
     run_here(*words, "--seed", "2")
 
 
+def test_unknown_words_are_reported(rows: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    prepare_corpus(options(tmp_path / "d", rows, tokenizer="words", vocab_size=20), said.append)
+    assert any("tokens of test are unknown words: bits per byte" in line for line in said)
+
+
 def test_a_failure_removes_folders_above_and_names_its_cause(rows: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     before = sorted(tmp_path.iterdir())
     refused(quick(tmp_path / "new" / "folder" / "corpus", rows, max_bytes=1))

@@ -85,7 +85,7 @@ def test_clusters_are_documents_if_there_are_enough():
     assert sums[0] == pytest.approx(losses.sums()[:3].sum(), rel=1e-12)
     for fewer in (packed(lengths[:-1]), packed(None, tokens=3000)):
         unit, clusters = fewer.units()
-        assert unit == "segments of 1,024 tokens" and clusters.tolist() == list(range(len(fewer.counts())))
+        assert unit == "segments of at most 1,024 tokens" and clusters.tolist() == list(range(len(fewer.counts())))
         assert fewer.cluster_sums()[1].tolist() == fewer.sums().tolist()
 
 
