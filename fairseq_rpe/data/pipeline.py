@@ -175,8 +175,8 @@ class _CorpusBuilder:
                 )
             if kind == "words" and count["unknown"]:
                 self.say(
-                    f"warning: {count['unknown']} of the {count['tokens']} tokens of {split} are unknown words: bits per "
-                    "byte and perplexity per word would be too low"
+                    f"warning: {count['unknown']} of the {count['tokens']} tokens of {split} are unknown words: bits "
+                    "per byte and perplexity per word would be too low"
                 )
             if kind not in _MAY_LACK_BYTES and count["unknown"]:
                 problem = f"the {split} split has {count['unknown']} unknown tokens"

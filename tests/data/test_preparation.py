@@ -163,7 +163,7 @@ def test_commands_replace_a_corpus_only_if_that_is_said(command: str, rows: Path
 
 def test_unknown_words_are_reported(rows: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    prepare_corpus(options(tmp_path / "d", rows, tokenizer="words", vocab_size=20), said.append)
+    prepare_corpus(quick(tmp_path / "d", rows), said.append)
     assert any("tokens of test are unknown words: bits per byte" in line for line in said)
 
 
