@@ -173,7 +173,7 @@ def load_run(path: Path) -> RunResults:
     if path.is_dir():
         results = _of_finished_training(path, results)
     results = _of_one_model(file, results)
-    return RunResults(path, file, results[0].encoding or path.stem, results)
+    return RunResults(path, file, results[0].rpe or results[0].encoding or path.stem, results)
 
 
 def _read_results(path: Path) -> list[ModelResult]:
@@ -295,15 +295,19 @@ def _comparison(names: tuple[str, str], pair: _Pair, difference: Estimate, p_val
 
 
 def _text_pairs(first: RunResults, second: RunResults) -> Iterator[_Pair]:
-    """Yield the perplexities at each length of each text that both models have."""
-    names = ("data", "split", "blocks", "separate_documents")
+    """Yield the perplexities at each length of each text, with the same context of tokens, that both models have."""
+    rows = [row for run in (first, second) for row in run.results if isinstance(row, TextResult)]
+    # earlier versions recorded the stated options alone, whose defaults depend on the training
+    has_contexts = all(row.context is not None for row in rows)
+    names = ("data", "split", *(("context",) if has_contexts else ("blocks", "separate_documents")))
     shared = _shared(first, second, TextResult, (*names, "length"))
     texts = list(dict.fromkeys(tuple(getattr(a, name) for name in names) for a, _ in shared))
     for a, b in sorted(shared, key=lambda pair: pair[0].length):
         where = f"at {a.length:,} tokens"
         if len(texts) > 1:
-            blocks = [a.blocks and f"blocks {a.blocks}", a.separate_documents and "separate documents"]
-            where += f" of text {', '.join([a.data[:8], a.split, *filter(None, blocks)])}"
+            stated = [a.blocks and f"blocks {a.blocks}", a.separate_documents and "separate documents"]
+            context = [a.context] if has_contexts else stated
+            where += f" of text {', '.join([a.data[:8], a.split, *filter(None, context)])}"
         scores = _paired_scores(first, second, uncertainty.text_losses, (a, b), where)
         yield _Pair(where, "perplexity", (a.ppl, b.ppl), scores)
 
@@ -380,7 +384,7 @@ def _nothing_shared(first: RunResults, second: RunResults) -> str:
         return f"{first.path} and {second.path} {reason}"
     return (
         f"{first.path} and {second.path} have no measurement in common ({_describe(first)}; {_describe(second)}): "
-        "evaluate both on the same data at the same lengths"
+        "evaluate both on the same data at the same lengths, with the same --blocks and --separate-documents"
     )
 
 

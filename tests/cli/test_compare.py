@@ -169,3 +169,13 @@ def test_different_examples_and_files_without_results_are_refused(tmp_path, monk
     Path("sweep/sweep.json").write_text("{}")
     assert "name one of its runs, such as sweep/runs/x-seed1" in error_of(capsys, "compare", "sweep", "a")
     assert "runs has no eval.jsonl" in error_of(capsys, "compare", "sweep/runs", "a")
+
+
+def test_perplexities_with_the_same_context_are_compared_whatever_options_were_stated(tmp_path, capsys):
+    first = text_result(DIFFICULTY, context="across documents", blocks="stream")
+    second = text_result(DIFFICULTY - 0.1 + NOISE, context="across documents", rpe="rope:scaling=ntk,factor=4")
+    runs = [write(tmp_path / name, result) for name, result in (("a", first), ("b", second))]
+    [line] = lines_of(*runs)
+    assert line.startswith("rope:scaling=ntk,factor=4 is better than alibi at 512 tokens: ")
+    other = write(tmp_path / "c", text_result(DIFFICULTY, context="within documents"))
+    assert "have no measurement in common" in error_of(capsys, "compare", runs[1], other)
