@@ -433,10 +433,10 @@ def _results_by_text(record: SweepRecord, results: Iterable[TextResult]) -> dict
     may have added, are left out.
     """
     text_names: dict[str, str | None] = {text.digest: name for name, text in record.evaluate.items()}
-    training_text = record.settings.data  # None: an earlier version did not record it
+    training_text = record.settings.data  # None: not recorded, as is the empty digest of a result
     by_text: dict[str | None, dict[int, TextResult]] = {}
     for result in results:
-        is_known = training_text is None or result.data == training_text or result.data in text_names
+        is_known = training_text is None or result.data in ("", training_text, *text_names)
         if result.split == record.settings.split and is_known:
             by_text.setdefault(text_names.get(result.data), {})[result.length] = result
     return by_text

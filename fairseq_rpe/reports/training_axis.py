@@ -35,12 +35,12 @@ def _points_of_run(run: PlannedRun, record: SweepRecord) -> Iterator[TrainingPoi
     if finished.updates is not None and finished.checkpoint is not None:
         digests[finished.updates] = finished.checkpoint
     others = {text.digest for text in record.evaluate.values()}
-    training_text = record.settings.data  # None: an earlier version did not record it
+    training_text = record.settings.data  # None: not recorded, as is the empty digest of a result
     tokens_per_update: float | None = None
     for updates in sorted(digests):
         results = checkpoint_results(TextResult, run.folder, run.method, digests[updates])
         rows = [r for r in results if r.split == record.settings.split and r.data not in others]
-        rows = [row for row in rows if training_text in (None, row.data)]
+        rows = [row for row in rows if training_text is None or row.data in ("", training_text)]
         by_length = {row.length: row for row in sorted(rows, key=lambda row: row.length)}
         tokens = next((row.tokens_trained for row in rows if row.tokens_trained is not None), None)
         if tokens is not None:

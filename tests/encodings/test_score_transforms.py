@@ -216,7 +216,7 @@ def test_refusals():
     cache.append(k, v, None)
     cache.set_key_state(torch.zeros(1, 1, 6, 1))
     with refused("the last 2 tokens have changed the state of earlier keys, so the cache cannot return to 4 tokens"):
-        cache.truncate(4)
+        cache.check_truncate(4)
     with refused("StickBreaking computes weights without a softmax, which null_logit is a part of: leave it out"):
         build("stick_breaking:null_logit=zero", 2, 8)
     with refused("'dape': kernel=2 is even, so its neighbourhood has no middle"):

@@ -160,7 +160,7 @@ def test_adaptive_input_and_softmax(task):
         ({"rpe": "sinusoidal", "rpe_share": "layer"}, "can only be shared by: model"),
         ({"rpe": "nope:x=1"}, "has no option 'x'"),
         ({"attention_backend": "flash"}, "unknown attention backend"),
-        ({"decoder_attention_heads": 5}, "5 heads do not divide a model width of 32"),
+        ({"decoder_attention_heads": 5}, "5 attention heads do not divide a width of 32"),
         ({"rpe_module": "/nowhere/x.py"}, "no such file"),
         ({"tie_adaptive_weights": True}, "needs --adaptive-input"),
         ({"compute_dtype": "bfloat"}, "one of fp32, bf16, not 'bfloat'"),
