@@ -26,7 +26,8 @@ from transformers.utils import logging
 from fairseq_rpe.adapters import registration
 from fairseq_rpe.adapters.export import build_pretrained
 from fairseq_rpe.adapters.export_tokenizer import export_tokenizer
-from fairseq_rpe.adapters.pretrained import FairseqRpeForCausalLM, _separate_buffers
+from fairseq_rpe.adapters.pretrained import FairseqRpeCache, FairseqRpeForCausalLM, _separate_buffers
+from fairseq_rpe.adapters.pretrained_config import FairseqRpeConfig
 from fairseq_rpe.data.folder import write_dictionary
 from fairseq_rpe.data.tokenization import Tokenizer, dictionary_symbols, load_encoder, train_tokenizer
 from fairseq_rpe.decoder.config import BLOCK_PRESETS, DecoderConfig
@@ -234,6 +235,18 @@ def test_refusals():
     for spec in ("complex", "bipe:segment_delimiters=</s>+w1"):
         with refused("reads the token ids of its dictionary"):
             pretrained(decoder(spec, "classic"), spec).resize_token_embeddings(80)
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was():
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = FairseqRpeForCausalLM(FairseqRpeConfig(**sizes, intermediate_size=64, rpe="learned", train_length=8)).eval()
+    x, cache = torch.randint(4, 50, (1, 11), generator=torch.Generator().manual_seed(0)), FairseqRpeCache()
+    with torch.no_grad():
+        model(x[:, :6], past_key_values=cache)
+        with refused("position 10 is beyond the 8 positions"):
+            model(x[:, 6:], past_key_values=cache)
+        expected, actual = model(x[:, :7], use_cache=False).logits, model(x[:, 6:7], past_key_values=cache).logits
+    torch.testing.assert_close(actual[:, -1], expected[:, -1])
 
 
 def test_auto_model_returns_features(tmp_path):
