@@ -36,7 +36,8 @@ def load_with_encoding(folder: Path | str, *, backend: str = "auto", **options: 
         The model with its encoding, in evaluation mode.
 
     Raises:
-        UserError: the folder was saved without an encoding, or its weights are not those of the encoding.
+        UserError: the folder was saved without an encoding or without a head for causal language modelling, or its
+            weights are not those of the encoding.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():

@@ -143,7 +143,7 @@ def _encoding_and_positions(model: PreTrainedModel, adapter: EncodingAdapter | N
 def _digest(model: PreTrainedModel, encoding: str) -> str:
     """Return a digest of the config, the encoding and every weight."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "transformers_version", NAME)}
-    # the training length scales rotations and positions, and the seed draws random positions
+    # rotations and positions may depend on the training length, and random positions on the seed
     settings = getattr(base_model(model).config, NAME, None) or {}
     identity = [config, encoding, settings.get("length"), settings.get("seed")]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fairseq_rpe.core.arguments import describe_value
+from fairseq_rpe.core.contract import is_shipped
 from fairseq_rpe.core.errors import UserError, shorten_path
 from fairseq_rpe.core.layer_pattern import is_pattern, normalise_pattern
 from fairseq_rpe.core.looks import RegisteredLook, make_look
@@ -60,10 +61,10 @@ class Registry(Generic[T]):
         has_patterns: Whether a model may have different ones in its layers, so that patterns of layers are valid.
 
     Attributes:
-        num_registered: Number of classes in all registries.
+        num_foreign: Number of classes in all registries that do not belong to this package.
     """
 
-    num_registered: ClassVar[int] = 0
+    num_foreign: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Registry(Generic[T]):
                 )
             if name in self._table and self._table[name] is not item:
                 raise UserError(f"{self.kind} '{name}' is registered twice: rename one of them")
-            Registry.num_registered += name not in self._table
+            Registry.num_foreign += name not in self._table and not is_shipped(item)
             self._table[name] = item
             self._looks[name] = look
             return item

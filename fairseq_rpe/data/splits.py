@@ -276,15 +276,17 @@ class SplitDocuments:
         )
 
     def _hold_out(self, documents: Sequence[Document], candidates: Sequence[Document]) -> str | None:
-        """Make the first two different candidates the valid and test split; copies of a document stay together.
+        """Make the first two candidates with different texts the valid and test split, each with all of its copies.
 
         Returns:
             A line that describes the splits, or None if no document would be left for training.
         """
-        different = {document.digest: document for document in reversed(candidates)}  # the first one of each digest
+        different: dict[str, Document] = {}
+        for document in candidates:
+            different.setdefault(document.digest, document)
         if len({document.digest for document in documents}) < 3 or len(different) < 2:
             return None
-        valid, test = list(different.values())[:-3:-1]
+        valid, test = list(different.values())[:2]
         held_out = {valid.digest: "valid", test.digest: "test"}
         self._few = [(held_out.get(document.digest, "train"), document) for document in documents]
         return (

@@ -202,7 +202,7 @@ def sample_rows(
         state = DecodingState(model, pad_prompts(prompts, model.decoder.padding_idx).to(device), prefill_tokens)
 
         def read() -> tuple[Tensor, Tensor]:
-            """Return scores of the next token (R, V), and (R, 1) what is subtracted to get log-probabilities."""
+            """Return scores (R, V) of the next token, and (R, 1): log-probabilities are their difference."""
             if has_penalty:
                 return state.prefill_or_step_logits()
             scores = state.prefill_or_step()

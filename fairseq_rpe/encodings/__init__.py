@@ -166,10 +166,13 @@ def load_module(path: str | Path) -> None:
     if spec is None or spec.loader is None:
         raise UserError(f"--rpe-module {path}: not a Python file (its name must end in .py)")
     registry.names()  # loads the entry points first
-    before = Registry.num_registered
+    before = Registry.num_foreign
     _execute_module(path, file, spec, spec.loader)
-    if Registry.num_registered == before:
-        raise UserError(f"--rpe-module {path}: registers no encoding; decorate its class with @register('name')")
+    if Registry.num_foreign == before:
+        raise UserError(
+            f"--rpe-module {path}: registers no encoding and no position transform; decorate its class with "
+            "@register('name')"
+        )
     _loaded[str(file)] = digest
 
 

@@ -41,6 +41,9 @@ class PositionTable(Encoding):
         Args:
             largest: the largest position.
             rows: number of rows of the table.
+
+        Raises:
+            UserError: the position has no row.
         """
         if largest >= rows:
             raise UserError(
